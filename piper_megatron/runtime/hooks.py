@@ -1,0 +1,139 @@
+"""Hooks: named, version-guarded, undoable replacements of one symbol each.
+
+A hook says which symbol it changes, in which releases that symbol is known, and how its replacement
+is made from the original. A set is applied as a whole or not at all.
+"""
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from piper_megatron.errors import HookError
+
+MEGATRON_VERSIONS = ">=0.17.1,<0.20"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One replacement.
+
+    Attributes:
+        id: short unique name, printed in the log and named in errors.
+        target: `module:attribute` or `module:Class.attribute`.
+        replace: makes the replacement from the original object.
+        why: half a sentence for the log.
+        distribution: whose version `versions` speaks of.
+        versions: releases in which the hook applies; outside of them it is skipped, so two hooks
+            with disjoint ranges cover a symbol that moved.
+        create: the symbol need not exist yet.
+    """
+
+    id: str
+    target: str
+    replace: Callable[[Any], Any]
+    why: str = ""
+    distribution: str = "megatron-core"
+    versions: str = MEGATRON_VERSIONS
+    create: bool = False
+
+
+def installed_version(distribution: str) -> Version:
+    """Version of an installed distribution; `HookError` with the remedy if there is none."""
+    try:
+        return Version(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        raise HookError(
+            f"{distribution} is not installed; install it with: pip install 'piper-megatron[train]'"
+        ) from None
+
+
+class HookSet:
+    """Hooks that were applied together, and the log of what happened to each."""
+
+    def __init__(self, name: str, rebind_in: tuple[str, ...] = ("megatron", "__main__")) -> None:
+        """Args:
+        name: what the log calls this set.
+        rebind_in: module prefixes searched for names that were imported from a target before.
+        """
+        self.name = name
+        self.log: list[str] = []
+        self._rebind_in = rebind_in
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, old, new
+
+    @property
+    def applied(self) -> bool:
+        """Whether any replacement is in force."""
+        return bool(self._replaced)
+
+    def apply(self, hooks: Iterable[Hook]) -> None:
+        """Applies all hooks, or none: every target is looked up before the first is replaced.
+
+        Raises:
+            HookError: a distribution or a symbol is missing.
+        """
+        assert not self.applied, f"{self.name} hooks are applied already"
+        found = []
+        for hook in hooks:
+            version = installed_version(hook.distribution)
+            if not SpecifierSet(hook.versions).contains(version, prereleases=True):
+                self.log.append(f"skipped {hook.id}: {hook.distribution} {version} is outside {hook.versions}")
+                continue
+            owner, attribute, old = _look_up(hook, version)
+            found.append((hook, owner, attribute, old))
+        for hook, owner, attribute, old in found:
+            # two hooks may stack on one target: the second wraps what the first installed
+            old = owner.__dict__.get(attribute, getattr(owner, attribute, _MISSING))
+            new = hook.replace(None if old is _MISSING else old)
+            setattr(owner, attribute, new)
+            self._replaced.append((owner, attribute, old, new))
+            self.log.append(f"applied {hook.id}: {hook.target}" + (f" ({hook.why})" if hook.why else ""))
+        self._rebind({id(old): new for _, _, old, new in self._replaced if callable(old)})
+
+    def undo(self) -> None:
+        """Restores every symbol, in modules that imported the replacement by name as well."""
+        self._rebind({id(new): old for _, _, old, new in self._replaced if callable(old)})
+        for owner, attribute, old, _ in reversed(self._replaced):
+            if old is _MISSING:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, old)
+        self._replaced.clear()
+        self.log.clear()
+
+    def _rebind(self, replacements: dict[int, Any]) -> None:
+        """Follows `from module import symbol` in modules that ran before the hooks."""
+        for name, module in list(sys.modules.items()):
+            if module is None or not name.startswith(self._rebind_in):
+                continue
+            for attribute, value in list(vars(module).items()):
+                if id(value) in replacements:
+                    setattr(module, attribute, replacements[id(value)])
+
+
+def _look_up(hook: Hook, version: Version) -> tuple[Any, str, Any]:
+    module_name, _, path = hook.target.partition(":")
+    *parents, attribute = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        old = owner.__dict__.get(attribute, getattr(owner, attribute, _MISSING))
+    except (ImportError, AttributeError) as error:
+        raise HookError(_missing(hook, version)) from error
+    if old is _MISSING and not hook.create:
+        raise HookError(_missing(hook, version))
+    return owner, attribute, old
+
+
+def _missing(hook: Hook, version: Version) -> str:
+    return (
+        f"{hook.distribution} {version} lacks {hook.target}, which the hook '{hook.id}' needs; "
+        f"use a release in {hook.versions} or set PIPER_DISABLE=1 to train without piper_megatron"
+    )
