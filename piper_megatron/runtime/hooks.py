@@ -83,7 +83,9 @@ class HookSet:
         for hook in hooks:
             version = installed_version(hook.distribution)
             if not SpecifierSet(hook.versions).contains(version, prereleases=True):
-                self.log.append(f"skipped {hook.id}: {hook.distribution} {version} is outside {hook.versions}")
+                self.log.append(
+                    f"skipped {hook.id}: {hook.distribution} {version} is outside {hook.versions}"
+                )
                 continue
             owner, attribute, old = _look_up(hook, version)
             found.append((hook, owner, attribute, old))
@@ -93,7 +95,9 @@ class HookSet:
             new = hook.replace(None if old is _MISSING else old)
             setattr(owner, attribute, new)
             self._replaced.append((owner, attribute, old, new))
-            self.log.append(f"applied {hook.id}: {hook.target}" + (f" ({hook.why})" if hook.why else ""))
+            self.log.append(
+                f"applied {hook.id}: {hook.target}" + (f" ({hook.why})" if hook.why else "")
+            )
         self._rebind({id(old): new for _, _, old, new in self._replaced if callable(old)})
 
     def undo(self) -> None:

@@ -1,0 +1,146 @@
+"""The `--piper-*` flags: declared in one group, resolved into Megatron's own arguments."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from piper_megatron.errors import LayoutError, PiperError
+from piper_megatron.layout.grid import ParallelLayout
+
+PLACEMENTS = ("auto", "block", "none")
+
+
+def add_piper_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the `piper` group; its values stay strings so that checkpoints load without the plug-in.
+
+    When a `--piper-*` flag was typed, a parsing error is one line instead of Megatron's usage text.
+    """
+    group = parser.add_argument_group("piper", "Pipeline-by-expert-parallel grids")
+    group.add_argument(
+        "--piper-grid",
+        metavar="PPxEP",
+        help="pipeline and expert parallel sizes, for instance 16x8; replaces "
+        "--pipeline-model-parallel-size and --expert-model-parallel-size",
+    )
+    group.add_argument(
+        "--piper-topology",
+        metavar="auto|NAME|FILE",
+        help="where the nodes, switches and groups are: what the job can see, a platform of the "
+        "library (piper-megatron topology --list), or a YAML file",
+    )
+    group.add_argument(
+        "--piper-placement",
+        metavar="auto|block|none|FILE",
+        help="which device plays which logical rank: by cost, node by node in topology order, the "
+        "launcher's order, or as a file of 'piper-megatron topology --save' says; "
+        "auto when a topology is given",
+    )
+    if _typed("--piper-", sys.argv):
+        parser.error = _error_in_one_line(parser)  # type: ignore[method-assign]
+    return parser
+
+
+def uses_piper(args: argparse.Namespace) -> bool:
+    """Whether any `--piper-*` flag was given."""
+    return any(value is not None for name, value in vars(args).items() if name.startswith("piper_"))
+
+
+def resolve(args: argparse.Namespace) -> argparse.Namespace:
+    """Turns `--piper-grid` into Megatron's sizes, before Megatron validates them.
+
+    Idempotent, since Megatron parses its command line more than once in some jobs.
+
+    Raises:
+        LayoutError: the grid is malformed, clashes with Megatron's flags, or does not divide the
+            world or the experts.
+    """
+    if not uses_piper(args):
+        return args
+    if args.piper_topology is not None or args.piper_placement is not None:
+        args.piper_placement = args.piper_placement or "auto"
+    if args.piper_grid is not None:
+        args.pipeline_model_parallel_size, args.expert_model_parallel_size = _read_grid(args)
+    _check_order(args)
+    layout_of(args)
+    _check_experts(args)
+    return args
+
+
+def layout_of(args: argparse.Namespace) -> ParallelLayout:
+    """The parallel sizes that Megatron will use (ETP defaults to TP: parallel_state.py:871)."""
+    tp = args.tensor_model_parallel_size
+    return ParallelLayout(
+        world=args.world_size,
+        tp=tp,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or tp,
+    )
+
+
+def _read_grid(args: argparse.Namespace) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", args.piper_grid)
+    if not match:
+        raise LayoutError(
+            f"--piper-grid takes PPxEP, two whole numbers such as 16x8; got '{args.piper_grid}'"
+        )
+    pp, ep = int(match[1]), int(match[2])
+    for flag, mine, axis in (
+        ("--pipeline-model-parallel-size", pp, "PP"),
+        ("--expert-model-parallel-size", ep, "EP"),
+    ):
+        given = getattr(args, flag[2:].replace("-", "_"))
+        if given != mine and _typed(flag, sys.argv):
+            raise LayoutError(
+                f"--piper-grid {args.piper_grid} says {axis} {mine} but {flag} says {given}; "
+                "remove one of the two"
+            )
+    return pp, ep
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    experts, ep = args.num_experts, args.expert_model_parallel_size
+    if experts is None and ep > 1:
+        raise LayoutError(
+            f"expert parallel size {ep} needs a model with experts; add --num-experts"
+        )
+    if experts is not None and experts % ep:
+        divisors = [str(d) for d in range(1, experts + 1) if experts % d == 0]
+        raise LayoutError(
+            f"expert parallel size {ep} does not divide --num-experts {experts}; "
+            f"its divisors: {', '.join(divisors)}"
+        )
+
+
+def _check_order(args: argparse.Namespace) -> None:
+    if getattr(args, "use_tp_pp_dp_mapping", False):
+        raise LayoutError(
+            "--use-tp-pp-dp-mapping renumbers the ranks itself; remove it, since "
+            "--piper-placement puts data parallelism outermost"
+        )
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if getattr(args, name, 1) > 1:
+            raise LayoutError(
+                f"{name.replace('_', ' ')} above 1 adds a grid axis that --piper-* flags do not "
+                "know; remove it or the --piper-* flags"
+            )
+
+
+def _typed(flag: str, argv: Sequence[str]) -> bool:
+    """Whether a flag, or any flag of a prefix that ends in `-`, stands on the command line."""
+    names = [token.partition("=")[0] for token in argv]
+    return any(n.startswith(flag) if flag.endswith("-") else n == flag for n in names)
+
+
+def _error_in_one_line(parser: argparse.ArgumentParser):
+    def error(message: str) -> NoReturn:
+        unknown = re.findall(r"--[\w-]+", message) if "unrecognized" in message else []
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], known, 3) if unknown else []
+        raise PiperError(message + (f"; did you mean {' or '.join(near)}?" if near else ""))
+
+    return error

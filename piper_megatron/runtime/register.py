@@ -1,0 +1,140 @@
+"""What attaches to Megatron, and how: four hooks, at run time or as decorators in a patched tree."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+
+from piper_megatron.runtime.arguments import add_piper_group, resolve
+from piper_megatron.runtime.hooks import Hook, HookSet
+from piper_megatron.runtime.user_errors import one_line_errors
+
+
+def _add_group(original: Callable) -> Callable:
+    @wraps(original)
+    def add_megatron_arguments(parser, *args, **kwargs):
+        return add_piper_group(original(parser, *args, **kwargs))
+
+    return add_megatron_arguments
+
+
+def _resolve_flags(original: Callable) -> Callable:
+    @wraps(original)
+    def parse_args(*args, **kwargs):
+        from piper_megatron.runtime import cpu
+
+        with one_line_errors():
+            parsed = resolve(original(*args, **kwargs))
+            if cpu.is_enabled():
+                _say_once(cpu.translate(parsed))
+            return parsed
+
+    return parse_args
+
+
+def _place_ranks(original: Callable) -> Callable:
+    @wraps(original)
+    def validate_args(args, *rest, **kwargs):
+        from piper_megatron.runtime.parallel_state import place_ranks
+
+        validated = original(args, *rest, **kwargs)
+        with one_line_errors():
+            return place_ranks(validated)
+
+    return validate_args
+
+
+def _add_groups(original: Callable) -> Callable:
+    @wraps(original)
+    def _initialize_distributed(embedding_ranks, position_ranks, store, *rest, **kwargs):
+        from megatron.training import get_args
+
+        from piper_megatron.runtime.parallel_state import build_expert_groups, placed_job
+
+        job = placed_job()
+        if job is not None and store is None:
+            store = job.store
+        original(embedding_ranks, position_ranks, store, *rest, **kwargs)
+        build_expert_groups(timedelta(minutes=get_args().distributed_timeout_minutes))
+
+    return _initialize_distributed
+
+
+HOOKS = (
+    Hook(
+        "arguments.group",
+        "megatron.training.arguments:add_megatron_arguments",
+        _add_group,
+        "adds the --piper-* flags",
+    ),
+    Hook(
+        "arguments.parse",
+        "megatron.training.arguments:parse_args",
+        _resolve_flags,
+        "turns --piper-grid into Megatron's sizes",
+    ),
+    Hook(
+        "arguments.validate",
+        "megatron.training.arguments:validate_args",
+        _place_ranks,
+        "gives every device its logical rank",
+    ),
+    Hook(
+        "initialize.distributed",
+        "megatron.training.initialize:_initialize_distributed",
+        _add_groups,
+        "adds node and rail groups",
+    ),
+)
+
+_hooks = HookSet("megatron")
+_in_source: set[str] = set()
+_said: set[str] = set()
+
+
+def switched_on(variable: str) -> bool:
+    """Whether an environment variable such as `PIPER_DISABLE` is set to something but 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+def register() -> None:
+    """Applies the hooks; see `piper_megatron.register`."""
+    if switched_on("PIPER_DISABLE") or _hooks.applied:
+        return
+    from piper_megatron.runtime import cpu
+
+    if switched_on("PIPER_CPU") and not cpu.is_enabled():
+        cpu.enable()
+        _say_once(cpu.describe())
+    _hooks.apply(hook for hook in HOOKS if hook.id not in _in_source)
+    in_source = [f"in the source: {hook_id}" for hook_id in sorted(_in_source)]
+    _say_once([f"piper_megatron: {line}" for line in [*_hooks.log, *in_source]])
+
+
+def unregister() -> None:
+    """Undoes `register`, the CPU backend included."""
+    from piper_megatron.runtime import cpu
+
+    if _hooks.applied:
+        _hooks.undo()
+    if cpu.is_enabled():
+        cpu.disable()
+    _said.clear()
+
+
+def source_hook(function: Callable) -> Callable:
+    """Decorator that a patched Megatron tree puts on a hooked function (see `patches/`)."""
+    if switched_on("PIPER_DISABLE"):
+        return function
+    target = f"{function.__module__}:{function.__qualname__}"
+    hook = next(hook for hook in HOOKS if hook.target == target)
+    _in_source.add(hook.id)
+    return hook.replace(function)
+
+
+def _say_once(lines: list[str]) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            if line not in _said:
+                print(line, flush=True)
+    _said.update(lines)
