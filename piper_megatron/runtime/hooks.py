@@ -117,8 +117,11 @@ class HookSet:
             if module is None or not name.startswith(self._rebind_in):
                 continue
             for attribute, value in list(vars(module).items()):
-                if id(value) in replacements:
-                    setattr(module, attribute, replacements[id(value)])
+                if id(value) not in replacements:
+                    continue
+                while id(value) in replacements:  # hooks may stack
+                    value = replacements[id(value)]
+                setattr(module, attribute, value)
 
 
 def _look_up(hook: Hook, version: Version) -> tuple[Any, str, Any]:

@@ -103,8 +103,8 @@ def _gather(store: dist.Store, world: int, job: Mapping[str, Any]) -> dict[str, 
             flag = "--" + name.replace("_", "-")
             more = len(answer["differs"]) - 1
             return {
-                "error": f"ranks disagree on {flag}: rank {rank} on {answer['report'].get('host')} "
-                f"has {mine}, rank 0 has {first}"
+                "error": f"ranks disagree on {flag}: rank {rank} on {answer['report']['host']} "
+                f"has {mine or 'nothing'}, rank 0 has {first or 'nothing'}"
                 + (f" ({more} more flags differ)" if more else "")
                 + "; give every rank the same command line"
             }
