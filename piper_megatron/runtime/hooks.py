@@ -26,7 +26,7 @@ class Hook:
 
     Attributes:
         id: short unique name, printed in the log and named in errors.
-        target: `module:attribute` or `module:Class.attribute`.
+        target: `module:attribute`, `module:Class.attribute` or `module:dictionary.key`.
         replace: makes the replacement from the original object.
         why: half a sentence for the log.
         distribution: whose version `versions` speaks of.
@@ -65,7 +65,8 @@ class HookSet:
         self.name = name
         self.log: list[str] = []
         self._rebind_in = rebind_in
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, old, new
+        # owner, attribute, the owner's own old value, the value it showed, the new value
+        self._replaced: list[tuple[Any, str, Any, Any, Any]] = []
 
     @property
     def applied(self) -> bool:
@@ -91,23 +92,23 @@ class HookSet:
             found.append((hook, owner, attribute, old))
         for hook, owner, attribute, old in found:
             # two hooks may stack on one target: the second wraps what the first installed
-            old = owner.__dict__.get(attribute, getattr(owner, attribute, _MISSING))
+            own, old = _own(owner, attribute), _read(owner, attribute)
             new = hook.replace(None if old is _MISSING else old)
-            setattr(owner, attribute, new)
-            self._replaced.append((owner, attribute, old, new))
+            _write(owner, attribute, new)
+            self._replaced.append((owner, attribute, own, old, new))
             self.log.append(
                 f"applied {hook.id}: {hook.target}" + (f" ({hook.why})" if hook.why else "")
             )
-        self._rebind({id(old): new for _, _, old, new in self._replaced if callable(old)})
+        self._rebind({id(old): new for *_, old, new in self._replaced if callable(old)})
 
     def undo(self) -> None:
         """Restores every symbol, in modules that imported the replacement by name as well."""
-        self._rebind({id(new): old for _, _, old, new in self._replaced if callable(old)})
-        for owner, attribute, old, _ in reversed(self._replaced):
-            if old is _MISSING:
-                delattr(owner, attribute)
+        self._rebind({id(new): old for *_, old, new in self._replaced if callable(old)})
+        for owner, attribute, own, _, _ in reversed(self._replaced):
+            if own is _MISSING:
+                _delete(owner, attribute)
             else:
-                setattr(owner, attribute, old)
+                _write(owner, attribute, own)
         self._replaced.clear()
         self.log.clear()
 
@@ -131,12 +132,36 @@ def _look_up(hook: Hook, version: Version) -> tuple[Any, str, Any]:
         owner: Any = importlib.import_module(module_name)
         for parent in parents:
             owner = getattr(owner, parent)
-        old = owner.__dict__.get(attribute, getattr(owner, attribute, _MISSING))
+        old = _read(owner, attribute)
     except (ImportError, AttributeError) as error:
         raise HookError(_missing(hook, version)) from error
     if old is _MISSING and not hook.create:
         raise HookError(_missing(hook, version))
     return owner, attribute, old
+
+
+def _own(owner: Any, attribute: str) -> Any:
+    """The value that the owner itself holds; what a class inherits does not count."""
+    return (owner if isinstance(owner, dict) else vars(owner)).get(attribute, _MISSING)
+
+
+def _read(owner: Any, attribute: str) -> Any:
+    own = _own(owner, attribute)
+    return own if own is not _MISSING else getattr(owner, attribute, _MISSING)
+
+
+def _write(owner: Any, attribute: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[attribute] = value
+    else:
+        setattr(owner, attribute, value)
+
+
+def _delete(owner: Any, attribute: str) -> None:
+    if isinstance(owner, dict):
+        del owner[attribute]
+    else:
+        delattr(owner, attribute)
 
 
 def _missing(hook: Hook, version: Version) -> str:
