@@ -1,0 +1,1 @@
+"""Sizes of a job, where its ranks are, and which device plays which rank."""

@@ -6,6 +6,7 @@ Megatron keeps two grids over the same ranks, both with the pipeline outermost (
 """
 
 from dataclasses import asdict, dataclass
+from math import prod
 
 import numpy as np
 
@@ -19,6 +20,7 @@ GROUPS = {
     "cp": (DENSE_AXES, ("cp",)),
     "dp": (DENSE_AXES, ("dp", "cp")),
     "ep": (EXPERT_AXES, ("ep",)),
+    "etp": (EXPERT_AXES, ("etp",)),
     "tp_ep": (EXPERT_AXES, ("ep", "etp")),
     "edp": (EXPERT_AXES, ("edp",)),
     "pp": (DENSE_AXES, ("pp",)),
@@ -47,7 +49,7 @@ class ParallelLayout:
                 raise LayoutError(f"{name} must be at least 1, got {size}")
         # megatron/core/parallel_state.py (0.19.2): lines 823 and 881
         for sizes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
-            product = int(np.prod([getattr(self, s) for s in sizes]))
+            product = prod(getattr(self, s) for s in sizes)
             if self.world % product:
                 raise LayoutError(
                     f"world size {self.world} is not a multiple of "
@@ -65,7 +67,9 @@ class ParallelLayout:
             if (self.world // pp) % (ep * expert) == 0
         ]
         wanted = np.log([self.pp, self.ep])
-        grids.sort(key=lambda g: float(np.abs(np.log([int(n) for n in g.split("x")]) - wanted).sum()))
+        grids.sort(
+            key=lambda g: float(np.abs(np.log([int(n) for n in g.split("x")]) - wanted).sum())
+        )
         if not grids:
             return f"no PPxEP grid exists with TP {self.tp}, CP {self.cp}, ETP {self.etp}"
         more = f" and {len(grids) - 12} more" if len(grids) > 12 else ""
@@ -84,6 +88,10 @@ class ParallelLayout:
     def _grid(self, axes: tuple[str, ...]) -> np.ndarray:
         return np.arange(self.world).reshape([getattr(self, axis) for axis in axes])
 
+    def group_size(self, kind: str) -> int:
+        """Members of each group of a kind (a key of `GROUPS`)."""
+        return prod(getattr(self, axis) for axis in GROUPS[kind][1])
+
     def groups(self, kind: str) -> np.ndarray:
         """Ranks of every group of a kind (a key of `GROUPS`), in Megatron's order inside a group.
 
@@ -93,8 +101,7 @@ class ParallelLayout:
         axes, inside = GROUPS[kind]
         outside = [axis for axis in axes if axis not in inside]
         order = [axes.index(axis) for axis in (*outside, *inside)]
-        size = int(np.prod([getattr(self, axis) for axis in inside]))
-        return self._grid(axes).transpose(order).reshape(-1, size)
+        return self._grid(axes).transpose(order).reshape(-1, self.group_size(kind))
 
     def coordinates(self) -> dict[str, np.ndarray]:
         """Position of every rank along every axis: axis name -> int array [world]."""
