@@ -82,25 +82,23 @@ def _combine(pieces: list[np.ndarray], k: int) -> tuple[list[np.ndarray], np.nda
         if whole < len(piece):
             remainders.append(piece[whole:])
 
-    # ascending (size, -index): the last entry is the largest piece, among equals the first one
-    by_size = sorted((len(piece), -i) for i, piece in enumerate(remainders))
+    by_size = sorted((len(piece), i) for i, piece in enumerate(remainders))
     left = sum(size for size, _ in by_size)
     while left >= k:
         left -= k
         parts: list[np.ndarray] = []
         need = k
         while need:
-            # smallest piece of at least the missing size, so an exact fit if there is one
-            at = min(bisect_left(by_size, (need, -len(remainders))), len(by_size) - 1)
-            size, minus_index = by_size.pop(at)
-            piece = remainders[-minus_index]
+            # the smallest piece that suffices, hence an exact fit if there is one; or the largest
+            at = bisect_left(by_size, (min(need, by_size[-1][0]), 0))
+            size, i = by_size.pop(at)
+            parts.append(remainders[i][:need])
             if size > need:
-                remainders[-minus_index] = piece[need:]
-                insort(by_size, (size - need, minus_index))
-            parts.append(piece[:need])
+                remainders[i] = remainders[i][need:]
+                insort(by_size, (size - need, i))
             need -= min(size, need)
         groups.append(np.concatenate(parts))
-    rest = [remainders[-minus_index] for _, minus_index in reversed(by_size)]
+    rest = [remainders[i] for _, i in reversed(by_size)]
     return groups, np.concatenate(rest) if rest else None
 
 

@@ -35,6 +35,7 @@ from piper_megatron.layout.traffic import Traffic
 POLICIES = ("auto", "block", "none")
 
 LAUNCHER = "launcher's order"
+KEPT = "launcher's order, which no other that was tried beats"
 TREE = "nodes in network order"
 PIPELINE_FIRST = "expert groups packed, then pipelines, then data parallelism"
 DATA_FIRST = "expert groups packed, then data parallelism, then pipelines"
@@ -99,19 +100,15 @@ def place(
     if policy != "none":
         orders |= _orders(job, packed=policy == "auto")
     costs = {name: job.cost(order) for name, order in orders.items()}
+    affordable = [name for name in orders if costs[name] <= costs[LAUNCHER]]
 
     def preference(name: str) -> tuple[float, bool]:
-        return costs[name], not job.contiguous(orders[name])
+        # a difference beyond the third digit is no reason to renumber
+        return float(f"{costs[name]:.3g}"), not job.contiguous(orders[name])
 
-    chosen = min(orders, key=preference)
-    notes = ["no order that was tried costs less than the launcher's, which stays"]
-    return job.placement(
-        orders[chosen],
-        chosen,
-        costs[LAUNCHER],
-        costs[chosen],
-        notes if chosen == LAUNCHER and len(orders) > 1 else [],
-    )
+    chosen = min(affordable, key=preference)
+    words = KEPT if chosen == LAUNCHER and policy != "none" else chosen
+    return job.placement(orders[chosen], words, costs[LAUNCHER], costs[chosen])
 
 
 class _Job:
@@ -153,37 +150,31 @@ class _Job:
         return bool((node == node[:, :1]).all() and (np.diff(local_rank, axis=1) > 0).all())
 
     def placement(
-        self,
-        order: np.ndarray,
-        name: str,
-        cost_before_s: float,
-        cost_after_s: float,
-        notes: Sequence[str] = (),
+        self, order: np.ndarray, words: str, cost_before_s: float, cost_after_s: float
     ) -> Placement:
         contiguous = self.contiguous(order)
-        if not contiguous:
-            notes = [*notes, self._why_not_contiguous(name)]
         return Placement(
             logical_of_physical=np.argsort(order),
-            order=name,
+            order=words,
             cost_before_s=cost_before_s,
             cost_after_s=cost_after_s,
             cost_model=self.traffic.model,
             contiguous=contiguous,
-            notes=tuple(notes),
+            notes=() if contiguous else (self._why_not_contiguous(),),
         )
 
-    def _why_not_contiguous(self, name: str) -> str:
+    def _why_not_contiguous(self) -> str:
         if self.node_size is None:
             counts = sorted(Counter(self.ranks_of_node.tolist()).items(), reverse=True)
-            what = "nodes hold unequal numbers of ranks: " + ", ".join(
+            why = "nodes hold unequal numbers of ranks (" + ", ".join(
                 f"{nodes} with {ranks}" for ranks, nodes in counts
             )
+            why += ")"
         else:
-            what = f"the {name} does not number each node's ranks one after another"
+            why = "this order does not number each node's ranks one after another"
         return (
-            f"{what}; code that takes rank // local size for the node goes wrong here, "
-            "so the flex dispatcher cannot be used"
+            f"{why}: what takes rank // local size for the node goes wrong here, "
+            "so the flex dispatcher is refused"
         )
 
 
@@ -307,15 +298,23 @@ def write_placement_file(
     path: str | Path, locations: Sequence[Location], placement: Placement
 ) -> None:
     """Writes a placement so that `read_placement_file` reads it back; JSON if the name says so."""
-    ranks_of_host: dict[str, list[int]] = {}
-    by_local_rank = np.argsort([location.local_rank for location in locations], kind="stable")
-    for rank in by_local_rank.tolist():
-        logical = int(placement.logical_of_physical[rank])
-        ranks_of_host.setdefault(locations[rank].host, []).append(logical)
-    in_order = dict(sorted(ranks_of_host.items(), key=lambda item: min(item[1])))
-    lines = [f"{json.dumps(host)}: {json.dumps(ranks)}" for host, ranks in in_order.items()]
+    ranks_of_host = logical_ranks_of_hosts(locations, placement)
+    lines = [f"{json.dumps(host)}: {ranks}" for host, ranks in ranks_of_host.items()]
     if Path(path).suffix == ".json":
-        text = "{\n" + ",\n".join(f"  {line}" for line in lines) + "\n}\n"
+        text = "{\n  " + ",\n  ".join(lines) + "\n}\n"
     else:
         text = "# host: logical ranks by local rank\n" + "\n".join(lines) + "\n"
     Path(path).write_text(text, encoding="utf-8")
+
+
+def logical_ranks_of_hosts(
+    locations: Sequence[Location], placement: Placement
+) -> dict[str, list[int]]:
+    """Host -> logical ranks by ascending local rank; hosts by their lowest logical rank."""
+    ranks_of_host: dict[str, list[int]] = {
+        locations[physical].host: [] for physical in placement.physical_of_logical
+    }
+    for physical in np.argsort([location.local_rank for location in locations], kind="stable"):
+        logical = int(placement.logical_of_physical[physical])
+        ranks_of_host[locations[physical].host].append(logical)
+    return ranks_of_host
