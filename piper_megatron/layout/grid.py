@@ -5,6 +5,7 @@ Megatron keeps two grids over the same ranks, both with the pipeline outermost (
     expert  rank = ((pp * EDP + edp) * EP + ep) * ETP + etp
 """
 
+import re
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -25,6 +26,18 @@ GROUPS = {
     "edp": (EXPERT_AXES, ("edp",)),
     "pp": (DENSE_AXES, ("pp",)),
 }
+
+
+def parse_grid(text: str) -> tuple[int, int]:
+    """Pipeline and expert parallel sizes of a grid such as `16x8`.
+
+    Raises:
+        LayoutError: the text is not PPxEP.
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not match:
+        raise LayoutError(f"a grid is PPxEP, two whole numbers such as 16x8; got '{text}'")
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, kw_only=True)

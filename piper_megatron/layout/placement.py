@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from piper_megatron.errors import PlacementError, TopologyError
+from piper_megatron.errors import PlacementError
 from piper_megatron.layout.crossing import communication_seconds
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.packing import merge_domains, pack, tree_order
@@ -127,11 +127,6 @@ class _Job:
         self.topology = topology
         self.traffic = traffic
         self.domains = topology.domains(locations)
-        if self.domains[:, -1].any():
-            raise TopologyError(
-                f"topology {topology.name}: the outermost level '{topology.levels[-1].name}' does "
-                "not hold all nodes; add a level such as 'machine' around them"
-            )
         self.node = self.domains[:, topology.node_level]
         self.local_rank = np.array([location.local_rank for location in locations])
         self.ranks_of_node = np.bincount(self.node)
@@ -297,14 +292,21 @@ def _load(path: Path) -> dict[str, list[int]]:
 def write_placement_file(
     path: str | Path, locations: Sequence[Location], placement: Placement
 ) -> None:
-    """Writes a placement so that `read_placement_file` reads it back; JSON if the name says so."""
+    """Writes a placement so that `read_placement_file` reads it back; JSON if the name says so.
+
+    Raises:
+        PlacementError: the file cannot be written.
+    """
     ranks_of_host = logical_ranks_of_hosts(locations, placement)
     lines = [f"{json.dumps(host)}: {ranks}" for host, ranks in ranks_of_host.items()]
     if Path(path).suffix == ".json":
         text = "{\n  " + ",\n  ".join(lines) + "\n}\n"
     else:
         text = "# host: logical ranks by local rank\n" + "\n".join(lines) + "\n"
-    Path(path).write_text(text, encoding="utf-8")
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlacementError(f"cannot write placement {path}: {error.strerror}") from error
 
 
 def logical_ranks_of_hosts(

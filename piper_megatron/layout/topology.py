@@ -14,6 +14,7 @@ import numpy as np
 from piper_megatron.errors import TopologyError
 
 NODE = "node"
+MACHINE = "machine"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,11 @@ class Location:
 class Topology:
     """Levels, innermost first, the last one holding everything; and the nodes.
 
-    Every node's `path` has one label for each level between `node` and the outermost.
+    Every node's `path` has one label for each level between `node` and the outermost. A label
+    names a domain only together with the labels before it, so `c0` of two cabinets are two domains.
+
+    Raises:
+        TopologyError: levels or nodes that contradict this description; the level or node is named.
     """
 
     name: str
@@ -66,23 +71,51 @@ class Topology:
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = [level.name for level in self.levels]
-        if NODE not in names or len(set(names)) != len(names):
-            raise TopologyError(
-                f"topology {self.name}: levels must have distinct names and one called 'node', "
-                f"got {', '.join(names)}"
-            )
-        above_node = names[names.index(NODE) + 1 : -1] if names[-1] != NODE else []
+        self._check_levels()
+        labelled = self.levels[self.node_level + 1 : -1]
         for node in self.nodes:
-            if len(node.path) != len(above_node):
+            if len(node.path) != len(labelled):
                 raise TopologyError(
                     f"topology {self.name}: node {node.host} needs one label for each of "
-                    f"[{', '.join(reversed(above_node))}], got {list(node.path)}"
+                    f"[{', '.join(level.name for level in reversed(labelled))}], "
+                    f"got {list(node.path)}"
                 )
         twice = [host for host, n in Counter(n.host for n in self.nodes).items() if n > 1]
         if twice:
             raise TopologyError(f"topology {self.name}: node {twice[0]} is listed twice")
         object.__setattr__(self, "_index", {n.host: i for i, n in enumerate(self.nodes)})
+
+    def _check_levels(self) -> None:
+        names = [level.name for level in self.levels]
+        if NODE not in names or len(set(names)) != len(names):
+            raise TopologyError(
+                f"topology {self.name}: levels must have distinct names and one called 'node', "
+                f"got [{', '.join(names)}]"
+            )
+        for level in self.levels:
+            if not level.gbps > 0:
+                raise TopologyError(
+                    f"topology {self.name}: level {level.name} needs gbps above 0, got {level.gbps}"
+                )
+        for level in self.levels[self.node_level :]:
+            if level.ranks is not None:
+                raise TopologyError(
+                    f"topology {self.name}: level {level.name} is not inside a node, remove its "
+                    f"'ranks'"
+                )
+        inside = self.levels[: self.node_level]
+        for level, smaller in zip(inside, (None, *inside), strict=False):
+            size, step = level.ranks or 0, (smaller.ranks or 1) if smaller else 1
+            if size < 1 or size % step:
+                raise TopologyError(
+                    f"topology {self.name}: level {level.name} inside the node needs 'ranks', a "
+                    f"multiple of {step}, got {level.ranks}"
+                )
+        if names[-1] == NODE and len(self.nodes) > 1:
+            raise TopologyError(
+                f"topology {self.name}: {len(self.nodes)} nodes need a level above 'node', "
+                "for instance 'machine'"
+            )
 
     @property
     def node_level(self) -> int:
@@ -102,6 +135,20 @@ class Topology:
         Raises:
             TopologyError: a host that the topology does not list, or a device that two ranks claim.
         """
+        node = self._node_of(locations)
+        local = np.array([loc.local_rank for loc in locations], dtype=np.int64)
+        stride = int(local.max(initial=0)) + 1
+        self._check_devices(locations, node * stride + local)
+        keys = [node * stride + local // (lv.ranks or 1) for lv in self.levels[: self.node_level]]
+        keys.append(node)
+        for depth in reversed(range(len(self.levels) - self.node_level - 1)):
+            numbers: dict[tuple[str, ...], int] = {}
+            prefixes = (n.path[:depth] for n in self.nodes)
+            number_of = np.array([numbers.setdefault(p, len(numbers)) for p in prefixes], np.int64)
+            keys.append(number_of[node])
+        return np.stack([np.unique(key, return_inverse=True)[1] for key in keys], axis=1)
+
+    def _node_of(self, locations: Sequence[Location]) -> np.ndarray:
         missing = sorted({loc.host for loc in locations} - self._index.keys())
         if missing:
             raise TopologyError(
@@ -109,27 +156,13 @@ class Topology:
                 + (f" (nor {len(missing) - 1} more)" if len(missing) > 1 else "")
                 + "; add it under 'nodes:' or use --piper-topology auto"
             )
-        twice = [loc for loc, n in Counter(locations).items() if n > 1]
-        if twice:
+        return np.array([self._index[loc.host] for loc in locations], dtype=np.int64)
+
+    def _check_devices(self, locations: Sequence[Location], device: np.ndarray) -> None:
+        found, first, times = np.unique(device, return_index=True, return_counts=True)
+        if len(found) < len(device):
+            twice = locations[int(first[times > 1].min())]
             raise TopologyError(
-                f"node {twice[0].host} reports twice: two ranks claim its local rank "
-                f"{twice[0].local_rank}; host names must be unique and LOCAL_RANK set per process"
+                f"node {twice.host} reports twice: two ranks claim its local rank "
+                f"{twice.local_rank}; host names must be unique and LOCAL_RANK set per process"
             )
-        node = np.array([self._index[loc.host] for loc in locations], dtype=np.int64)
-        local = np.array([loc.local_rank for loc in locations], dtype=np.int64)
-        columns = []
-        for i, level in enumerate(self.levels):
-            if i < self.node_level:
-                assert level.ranks, f"level {level.name} inside a node has a size"
-                keys = np.stack([node, local // level.ranks], axis=1)
-            elif i == self.node_level:
-                keys = node[:, None]
-            else:
-                depth = len(self.levels) - 1 - i
-                numbers: dict[tuple[str, ...], int] = {}
-                of_node = np.array(
-                    [numbers.setdefault(n.path[:depth], len(numbers)) for n in self.nodes]
-                )
-                keys = of_node[node][:, None]
-            columns.append(np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1))
-        return np.stack(columns, axis=1).astype(np.int64)

@@ -1,6 +1,8 @@
 """The grid map: which device plays which part, and what crosses the network before and after."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.table import Table
 
@@ -151,3 +153,32 @@ def _facts(topology: Topology, placement: Placement) -> list[tuple[str, str]]:
         ("GB/s", f"{bandwidths}; of each rank, to peers that it meets there"),
         *(("note", note) for note in (*placement.notes, *topology.notes)),
     ]
+
+
+def grid_map_json(
+    layout: ParallelLayout,
+    topology: Topology,
+    locations: Sequence[Location],
+    placement: Placement,
+) -> dict[str, Any]:
+    """The map's content: sizes, logical ranks of hosts by local rank, crossing shares, costs."""
+    before = topology.domains(locations)
+    after = before[placement.physical_of_logical]
+    return {
+        "layout": asdict(layout) | {"dp": layout.dp, "edp": layout.edp},
+        "placement": {
+            "order": placement.order,
+            "contiguous": placement.contiguous,
+            "hosts": logical_ranks_of_hosts(locations, placement),
+            "notes": list(placement.notes),
+        },
+        "crossing": {
+            "before": crossing_shares(layout, topology, before),
+            "after": crossing_shares(layout, topology, after),
+        },
+        "cost": {
+            "before_s": placement.cost_before_s,
+            "after_s": placement.cost_after_s,
+            "model": placement.cost_model,
+        },
+    }
