@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 
 from piper_megatron.errors import LaunchError
 
@@ -97,6 +96,3 @@ def _print_help() -> int:
     print(help_text[help_text.index("options:") + len("options:") :].strip("\n"))
     return 0
 
-
-if __name__ == "__main__":
-    sys.exit(run_raw(sys.argv[1:]))

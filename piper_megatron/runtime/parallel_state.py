@@ -97,20 +97,20 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     _refuse_own_renumbering(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store = job_store(args.rank, args.world_size, timeout)
+    node = observe_node()
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank or 0))
     agreement = agree(
         store,
         args.rank,
         args.world_size,
-        {"host": observe_node().host, "local_rank": local_rank, "node": observe_node().to_json()},
+        {"host": node.host, "local_rank": local_rank, "node": node.to_json()},
         comparable(args),
         observe_job().to_json() if args.rank == 0 else {},
     )
     physical = [Location(r["host"], r["local_rank"]) for r in agreement.reports]
-    nodes = {r["host"]: NodeObservation.from_json(r["node"]) for r in agreement.reports}
     topology = resolve_topology(
         args.piper_topology or "auto",
-        [nodes[host] for host in sorted(nodes)],
+        [NodeObservation.from_json(r["node"]) for r in agreement.reports],
         JobObservation.from_json(agreement.job),
     )
     placement = _placement(args, layout, topology, physical)

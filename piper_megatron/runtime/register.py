@@ -1,4 +1,4 @@
-"""What attaches to Megatron, and how: four hooks, at run time or as decorators in a patched tree."""
+"""What attaches to Megatron: four hooks, applied at run time or as decorators in its source."""
 
 import os
 from collections.abc import Callable

@@ -1,0 +1,141 @@
+"""Logical ranks and node and rail groups, in real jobs on hosts of the launcher's making."""
+
+import argparse
+import os
+import sys
+
+import pytest
+from tiny import SCRIPT, tiny_command
+
+from piper_megatron.layout.grid import ParallelLayout
+from piper_megatron.layout.placement import Placement, place
+from piper_megatron.layout.topology import Level, Location, Node, Topology
+from piper_megatron.layout.traffic import traffic_of
+from piper_megatron.runtime.parallel_state import node_and_rail_ranks
+
+ROUND_ROBIN = ("n0", "n1") * 4
+
+
+def test_an_expert_group_splits_into_nodes_and_rails():
+    hosts = ["a", "a", "b", "b", "a", "a", "b", "b"]
+    nodes, rails = node_and_rail_ranks([0, 1, 2, 3, 4, 5, 6, 7], hosts)
+    assert nodes == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert rails == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_unequal_shares_have_neither():
+    assert node_and_rail_ranks([0, 1, 2], ["a", "a", "b"]) is None
+
+
+def start_job(argv: list[str]) -> dict:
+    """Starts Megatron as a script would; what this rank became."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from megatron.training import get_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+
+    import piper_megatron
+    from piper_megatron.runtime.parallel_state import expert_groups, placed_job
+
+    launcher_rank = int(os.environ["RANK"])
+    sys.argv = ["job", *argv]
+    piper_megatron.register()
+    parse_and_validate_args()
+    initialize_megatron()
+    groups = expert_groups()
+    members = dist.get_process_group_ranks
+    return {
+        "launcher_rank": launcher_rank,
+        "rank": get_args().rank,
+        "RANK": os.environ["RANK"],
+        "LOCAL_RANK": os.environ["LOCAL_RANK"],
+        "dist_rank": dist.get_rank(),
+        "location": placed_job().locations[dist.get_rank()],
+        "ep": members(mpu.get_expert_model_parallel_group()),
+        "tp_ep": members(mpu.get_expert_tensor_and_model_parallel_group()),
+        "node": groups and members(groups.node),
+        "rail": groups and members(groups.rail),
+        "timeouts": groups
+        and {
+            g._get_backend(__import__("torch").device("cpu")).options._timeout.total_seconds()
+            for g in (groups.node, groups.rail)
+        },
+    }
+
+
+def test_round_robin_hosts_get_whole_expert_groups(ranks):
+    argv = tiny_command(
+        "--piper-grid", "2x4", "--piper-placement", "auto", "--distributed-timeout-minutes", "7"
+    )
+    run = ranks.call(start_job, argv, world=8, hosts=ROUND_ROBIN).check()
+    by_rank = sorted(run.values, key=lambda value: value["rank"])
+    assert [value["rank"] for value in by_rank] == list(range(8))
+    for value in by_rank:
+        assert value["rank"] == value["dist_rank"] == int(value["RANK"])
+        host = ROUND_ROBIN[value["launcher_rank"]]
+        assert value["location"] == Location(host, int(value["LOCAL_RANK"]))
+        assert {by_rank[peer]["location"].host for peer in value["ep"]} == {host}
+        assert value["node"] == value["ep"]
+        assert value["rail"] == [value["rank"]]
+        assert value["timeouts"] == {7 * 60}
+    # contiguous blocks in local-rank order
+    assert [value["location"].local_rank for value in by_rank] == [0, 1, 2, 3] * 2
+    grid_map = next(output for output in run.outputs if "Piper grid 2x4" in output)
+    assert "expert (EP)" in grid_map
+
+
+@pytest.mark.parametrize("placement", ["none", "auto"])
+def test_groups_over_two_nodes_have_rails_on_the_true_nodes(ranks, placement):
+    argv = tiny_command("--piper-grid", "1x4", "--piper-placement", placement)
+    run = ranks.call(start_job, argv, world=4, hosts=("n0", "n1") * 2).check()
+    host = {value["rank"]: value["location"].host for value in run.values}
+    for value in run.values:
+        assert len({host[peer] for peer in value["node"]}) == 1
+        assert len({host[peer] for peer in value["rail"]}) == len(value["rail"]) == 2
+        assert set(value["node"]) & set(value["rail"]) == {value["rank"]}
+
+
+def test_expert_tensor_parallel_groups_are_split_as_one(ranks):
+    argv = tiny_command(
+        *"--piper-grid 1x2 --piper-placement auto --sequence-parallel".split(),
+        *"--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2".split(),
+    )
+    run = ranks.call(start_job, argv, world=4, hosts=("n0", "n1") * 2).check()
+    for value in run.values:
+        assert value["tp_ep"] == [0, 1, 2, 3]
+        assert value["node"] in ([0, 1], [2, 3])
+        assert value["rail"] in ([0, 2], [1, 3])
+
+
+def test_unequal_nodes_train_without_rails_and_refuse_flex(ranks):
+    hosts = ("n0", "n0", "n0", "n1")
+    argv = tiny_command("--piper-grid", "1x4", "--piper-placement", "auto")
+    run = ranks.call(start_job, argv, world=4, hosts=hosts).check()
+    assert all(value["node"] is value["rail"] is None for value in run.values)
+    assert any("rank // local size" in output for output in run.outputs)
+
+
+def test_flex_is_refused_where_nodes_are_not_contiguous(monkeypatch):
+    from piper_megatron.errors import PiperError
+    from piper_megatron.runtime.parallel_state import _refuse_flex
+
+    topology = Topology("two", (Level("node", 100), Level("machine", 10)), (Node("n0"), Node("n1")))
+    layout = ParallelLayout(world=4, ep=4)
+    hosts = [Location("n0", 0), Location("n0", 1), Location("n0", 2), Location("n1", 0)]
+    placement: Placement = place(layout, topology, hosts, traffic_of(layout), "auto")
+    _refuse_flex(argparse.Namespace(moe_token_dispatcher_type="alltoall"), placement)
+    with pytest.raises(PiperError, match=r"--moe-token-dispatcher-type flex.*use alltoall"):
+        _refuse_flex(argparse.Namespace(moe_token_dispatcher_type="flex"), placement)
+
+
+def test_placement_changes_no_digit_of_the_losses(ranks):
+    """The same logical job on other devices: the same sums in the same order."""
+    command = tiny_command("--piper-grid", "2x4", iterations=5)
+    as_launched = ranks.run(SCRIPT, command, 8, hosts=ROUND_ROBIN).check()
+    placed = ranks.run(
+        SCRIPT, [*command, "--piper-placement", "auto"], 8, hosts=ROUND_ROBIN
+    ).check()
+    steps = [max(run.iterations, key=len) for run in (as_launched, placed)]
+    assert len(steps[0]) == 5
+    assert steps[0] == steps[1]
