@@ -16,15 +16,16 @@ ARGUMENTS = {"seed": "1234", "num_layers": "4"}
 
 def meet(arguments_of_rank, absent=(), seconds=30.0):
     """Runs `agree` on one thread a rank; returns each rank's agreement or error."""
-    world = len(arguments_of_rank)
+    world, timeout = len(arguments_of_rank), timedelta(seconds=seconds)
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def rank(number):
         store = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
-        store.set_timeout(timedelta(seconds=seconds))
         report = {"host": f"n{number // 2}", "local_rank": number % 2}
         try:
-            return agree(store, number, world, report, arguments_of_rank[number], {"from": number})
+            return agree(
+                store, number, world, report, arguments_of_rank[number], {"from": number}, timeout
+            )
         except LaunchError as error:
             return str(error)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from piper_megatron.errors import LayoutError, PiperError
-from piper_megatron.layout.grid import ParallelLayout
+from piper_megatron.layout.grid import ParallelLayout, parse_grid
 
 PLACEMENTS = ("auto", "block", "none")
 
@@ -83,12 +83,7 @@ def layout_of(args: argparse.Namespace) -> ParallelLayout:
 
 
 def _read_grid(args: argparse.Namespace) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", args.piper_grid)
-    if not match:
-        raise LayoutError(
-            f"--piper-grid takes PPxEP, two whole numbers such as 16x8; got '{args.piper_grid}'"
-        )
-    pp, ep = int(match[1]), int(match[2])
+    pp, ep = parse_grid(args.piper_grid)
     for flag, mine, axis in (
         ("--pipeline-model-parallel-size", pp, "PP"),
         ("--expert-model-parallel-size", ep, "EP"),

@@ -106,6 +106,7 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
         {"host": node.host, "local_rank": local_rank, "node": node.to_json()},
         comparable(args),
         observe_job().to_json() if args.rank == 0 else {},
+        timeout,
     )
     physical = [Location(r["host"], r["local_rank"]) for r in agreement.reports]
     topology = resolve_topology(

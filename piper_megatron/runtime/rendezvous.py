@@ -6,6 +6,7 @@ whatever the world size.
 """
 
 import argparse
+import base64
 import json
 import re
 import zlib
@@ -53,6 +54,7 @@ def agree(
     report: Mapping[str, Any],
     arguments: Mapping[str, str],
     job: Mapping[str, Any],
+    timeout: timedelta,
 ) -> Agreement:
     """Exchanges reports and makes sure that all ranks were given the same arguments.
 
@@ -63,14 +65,16 @@ def agree(
         report: what this rank says of itself.
         arguments: `comparable` arguments of this rank.
         job: what rank 0 says of the job; ignored on other ranks.
+        timeout: how long to wait for the others.
 
     Raises:
         LaunchError: ranks disagree (the rank and the flag are named) or do not report in time.
     """
     store = dist.PrefixStore("piper", store)
+    store.set_timeout(timeout)
     if rank == 0:
         store.set("arguments", _pack(dict(arguments)))
-    theirs = _unpack(_get(store, "arguments", "rank 0"))
+    theirs = _unpack(_get(store, "arguments", timeout))
     differs = {
         name: [arguments.get(name), theirs.get(name)]
         for name in sorted(arguments.keys() | theirs.keys())
@@ -78,14 +82,16 @@ def agree(
     }
     store.set(f"report/{rank}", _pack({"report": dict(report), "differs": differs}))
     if rank == 0:
-        store.set("verdict", _pack(_gather(store, world, job)))
-    verdict = _unpack(_get(store, "verdict", "rank 0's list of all ranks"))
+        store.set("verdict", _pack(_gather(store, world, job, timeout)))
+    verdict = _unpack(_get(store, "verdict", timeout))
     if "error" in verdict:
         raise LaunchError(verdict["error"])
     return Agreement(tuple(verdict["reports"]), verdict["job"])
 
 
-def _gather(store: dist.Store, world: int, job: Mapping[str, Any]) -> dict[str, Any]:
+def _gather(
+    store: dist.Store, world: int, job: Mapping[str, Any], timeout: timedelta
+) -> dict[str, Any]:
     answers: list[dict[str, Any]] = []
     for start in range(0, world, _KEYS_A_READ):
         keys = [f"report/{r}" for r in range(start, min(start + _KEYS_A_READ, world))]
@@ -94,7 +100,7 @@ def _gather(store: dist.Store, world: int, job: Mapping[str, Any]) -> dict[str, 
         except dist.DistStoreError:
             absent = next(k for k in keys if not store.check([k])).partition("/")[2]
             return {
-                "error": f"rank {absent} did not report within {store.timeout}; it may have died, "
+                "error": f"rank {absent} did not report within {timeout}; it may have died, "
                 "or been started without the --piper-* flags that rank 0 has"
             }
     for rank, answer in enumerate(answers):
@@ -111,21 +117,21 @@ def _gather(store: dist.Store, world: int, job: Mapping[str, Any]) -> dict[str, 
     return {"reports": [answer["report"] for answer in answers], "job": dict(job)}
 
 
-def _get(store: dist.Store, key: str, what: str) -> bytes:
+def _get(store: dist.Store, key: str, timeout: timedelta) -> bytes:
     try:
         return store.get(key)
     except dist.DistStoreError:
         raise LaunchError(
-            f"{what} did not arrive within {store.timeout}; look at the output of rank 0"
+            f"rank 0 did not publish its {key} within {timeout}; look at its output"
         ) from None
 
 
-def _pack(value: dict[str, Any]) -> bytes:
-    return zlib.compress(json.dumps(value).encode())
+def _pack(value: dict[str, Any]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
 
 
 def _unpack(blob: bytes) -> dict[str, Any]:
-    return json.loads(zlib.decompress(blob))
+    return json.loads(zlib.decompress(base64.b64decode(blob)))
 
 
 def _text(value: object) -> str:
@@ -140,5 +146,4 @@ def job_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     the store, which may live on another host than MASTER_ADDR.
     """
     store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timeout)))
-    store.set_timeout(timeout)
     return store
