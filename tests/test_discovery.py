@@ -1,7 +1,9 @@
 """From what a job sees to a topology: Slurm's tree and block plugins, xnames, files, platforms."""
 
 import random
+import re
 import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -302,6 +304,32 @@ def test_a_file_must_list_every_node(tmp_path):
     with pytest.raises(TopologyError) as caught:
         resolve_topology(str(path), [*nodes, NodeObservation(host="m7")], NO_JOB)
     assert str(caught.value).startswith(f"{path} does not list node m7; add it under 'nodes:'")
+
+
+DOCUMENTED = re.findall(
+    r"^```yaml\n(.*?)^```",
+    (Path(__file__).parents[1] / "docs" / "topology.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def test_documented_files_work(tmp_path):
+    for name, text in zip(("cluster", "mine"), DOCUMENTED, strict=True):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    nodes = [NodeObservation(host=host) for host in ("n001", "n004", "n005")]
+    cluster = resolve_topology(str(tmp_path / "cluster.yaml"), nodes, NO_JOB)
+    assert names(cluster) == ["pair", "node", "switch", "machine"]
+    assert paths(cluster)["gpu7"] == ("s1",)
+    mine = resolve_topology(str(tmp_path / "mine.yaml"), nodes, NO_JOB)
+    assert paths(mine) == {"n001": ("0",), "n004": ("0",), "n005": ("1",)}
+
+
+def test_a_platform_file_next_to_a_topology_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text(DOCUMENTED[1])
+    path = tmp_path / "t.yaml"
+    path.write_text("name: t\nplatform: ./mine.yaml\nnodes: [{hosts: a, leaf: l0}]\n")
+    topology = resolve_topology(str(path), [NodeObservation(host="a")], NO_JOB)
+    assert [level.gbps for level in topology.levels] == [450, 50, 25]
 
 
 # --- observations ---------------------------------------------------------------------------------

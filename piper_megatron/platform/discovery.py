@@ -28,6 +28,7 @@ from piper_megatron.platform.observation import (
 from piper_megatron.platform.platform import (
     Platform,
     is_path,
+    is_platform_file,
     list_platforms,
     load_platform,
     topology_of_seen,
@@ -56,7 +57,7 @@ def resolve_topology(
     """The topology of a job.
 
     Args:
-        source: `auto`, a platform's name, or the path of a topology file.
+        source: `auto`, a platform's name, or the path of a topology file or platform file.
         observations: of the job's nodes, in any order; a node may report several times. When there
             are none, the nodes are those of the allocation.
         job: of one process, the same on all ranks.
@@ -69,7 +70,7 @@ def resolve_topology(
             machines have one host name.
     """
     nodes = _nodes(observations, job)
-    if source != AUTO and is_path(source):
+    if is_path(source) and not is_platform_file(source):
         return _checked(source, read_topology(source), nodes)
     nodes, notes = _without_copied_slurm_names(nodes)
     slurm = _slurm_domains(nodes, job)

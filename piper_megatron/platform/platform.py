@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model
 from piper_megatron.errors import TopologyError
 from piper_megatron.layout.topology import NODE, Level, Topology
 from piper_megatron.platform.domains import XNAME, DomainPaths, assemble
-from piper_megatron.platform.strict import StrictModel, closest, nearest, read_model
+from piper_megatron.platform.strict import StrictModel, closest, nearest, read_model, read_yaml
 
 Evidence = Literal["measured", "published", "fitted", "assumed"]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
@@ -259,6 +259,16 @@ def list_platforms() -> tuple[str, ...]:
 def is_path(name_or_path: str) -> bool:
     """Whether this names a file and not a platform of the library."""
     return "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
+
+
+def is_platform_file(path: str) -> bool:
+    """Whether a YAML file describes a platform, and not the nodes of a cluster.
+
+    Raises:
+        TopologyError: it cannot be read.
+    """
+    data = read_yaml(Path(path))
+    return isinstance(data, dict) and "ranks_per_node" in data and "nodes" not in data
 
 
 @cache

@@ -40,11 +40,11 @@ class StrictModel(BaseModel):
         return data
 
 
-def read_model[Model: StrictModel](path: Path, model: type[Model]) -> Model:
-    """Reads one YAML file.
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds; an empty mapping for an empty file.
 
     Raises:
-        TopologyError: one line that names the file, the key and what is wrong.
+        TopologyError: one line that names the file.
     """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
@@ -56,8 +56,17 @@ def read_model[Model: StrictModel](path: Path, model: type[Model]) -> Model:
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "syntax error"
         raise TopologyError(f"{path}{line}: not valid YAML: {problem}") from None
+    return {} if data is None else data
+
+
+def read_model[Model: StrictModel](path: Path, model: type[Model]) -> Model:
+    """Reads one YAML file.
+
+    Raises:
+        TopologyError: one line that names the file, the key and what is wrong.
+    """
     try:
-        return model.model_validate({} if data is None else data)
+        return model.model_validate(read_yaml(path))
     except ValidationError as error:
         raise TopologyError(f"{path}: {_first_problem(error)}") from None
 

@@ -22,7 +22,7 @@ from pydantic import PositiveFloat, PositiveInt
 from piper_megatron.errors import TopologyError
 from piper_megatron.layout.topology import Level, Node, Topology
 from piper_megatron.platform.nodesets import expand, fold
-from piper_megatron.platform.platform import Evidence, Name, Text, load_platform
+from piper_megatron.platform.platform import Evidence, Name, Text, is_path, load_platform
 from piper_megatron.platform.strict import StrictModel, nearest, read_model
 
 
@@ -50,15 +50,17 @@ def read_topology(path: str | Path) -> Topology:
     """
     content = read_model(Path(path), _TopologyFile)
     try:
-        empty = Topology(content.name, _levels(content), (), content.notes)
+        levels = _levels(content, Path(path).parent)
+        empty = Topology(content.name, levels, (), content.notes)
         return replace(empty, nodes=tuple(_nodes(content.nodes, empty)))
     except TopologyError as error:
         raise TopologyError(f"{path}: {error}") from None
 
 
-def _levels(content: _TopologyFile) -> tuple[Level, ...]:
+def _levels(content: _TopologyFile, folder: Path) -> tuple[Level, ...]:
     if content.platform and content.levels is None:
-        return load_platform(content.platform).network()
+        name = content.platform
+        return load_platform(str(folder / name) if is_path(name) else name).network()
     if content.platform or not content.levels:
         raise TopologyError("give either 'levels' or 'platform', which has levels")
     return tuple(Level(**level.model_dump()) for level in content.levels)
