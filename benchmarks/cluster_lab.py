@@ -266,9 +266,10 @@ def _address(host: int) -> str:
 def _command(*argv: str) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LabError(
-            f"{' '.join(argv)}: {done.stderr.strip() or f'exit code {done.returncode}'}; the lab "
-            "needs the rights for network namespaces and a kernel with veth, bridge and sch_tbf"
+            f"{' '.join(argv)}: {reason}; the lab needs the rights for network namespaces and a "
+            "kernel with veth, bridge and sch_tbf"
         )
     return done.stdout
 
