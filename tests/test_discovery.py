@@ -350,6 +350,8 @@ def test_a_node_may_report_several_times():
 def test_without_observations_the_nodes_are_those_of_the_allocation():
     job = JobObservation(hosts=("gpu001", "gpu005"), slurm_topology=TREE)
     assert paths(resolve_topology("auto", [], job))["gpu005"] == ("leaf1",)
+    job = JobObservation(hosts=("x3001c0s13b0n0",))
+    assert paths(resolve_topology("polaris", [], job)) == {"x3001c0s13b0n0": ("g0", "x3001")}
     with pytest.raises(TopologyError, match="no node is known"):
         resolve_topology("auto", [], NO_JOB)
 

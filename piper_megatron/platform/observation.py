@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import model_validator
+
 from piper_megatron.errors import TopologyError
 from piper_megatron.platform.domains import XNAME
 from piper_megatron.platform.nodesets import expand
@@ -33,7 +35,7 @@ class NodeObservation(_Observation):
 
     Attributes:
         host: short host name.
-        xname: HPE Cray component name, from the host name or /etc/cray/xname.
+        xname: HPE Cray component name, from /etc/cray/xname or where the host name is one.
         slurm_node: SLURMD_NODENAME, which may differ from the host name.
         slurm_address: SLURM_TOPOLOGY_ADDR.
         slurm_pattern: SLURM_TOPOLOGY_ADDR_PATTERN.
@@ -47,6 +49,14 @@ class NodeObservation(_Observation):
     slurm_address: str | None = None
     slurm_pattern: str | None = None
     nvlink_domain: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _xname_of_host(cls, data: Any) -> Any:
+        host = data.get("host") if isinstance(data, dict) else None
+        if isinstance(host, str) and data.get("xname") is None and XNAME.fullmatch(host):
+            return data | {"xname": host}
+        return data
 
 
 class JobObservation(_Observation):
@@ -69,7 +79,7 @@ def observe_node(environ: Mapping[str, str] = os.environ) -> NodeObservation:
     host = name if re.fullmatch(r"[\d.]+", name) else name.partition(".")[0]
     return NodeObservation(
         host=host,
-        xname=host if XNAME.fullmatch(host) else _xname_of_file(),
+        xname=_xname_of_file(),
         slurm_node=environ.get("SLURMD_NODENAME"),
         slurm_address=environ.get("SLURM_TOPOLOGY_ADDR"),
         slurm_pattern=environ.get("SLURM_TOPOLOGY_ADDR_PATTERN"),
