@@ -8,6 +8,7 @@ from piper_megatron.runtime.cpu import (
     attention,
     collectives,
     datasets,
+    dispatcher,
     norm,
     packages,
     queries,
@@ -27,6 +28,7 @@ _CONCERNS = (
     attention,
     norm,
     datasets,
+    dispatcher,
 )
 _torch_hooks = HookSet("torch on the CPU")
 _megatron_hooks = HookSet("Megatron on the CPU")

@@ -10,7 +10,7 @@ SUMMARY = "process groups use gloo in place of NCCL"
 
 
 def gloo_for(backend: str | None) -> str | None:
-    """gloo in place of a backend that contains NCCL; others (gloo, fake) as they are."""
+    """Gloo in place of a backend that contains NCCL; others (gloo, fake) as they are."""
     return "gloo" if backend is not None and "nccl" in str(backend).lower() else backend
 
 

@@ -16,7 +16,7 @@ from piper_megatron.runtime.cpu.stand_in import always, torch_hook
 SUMMARY = "torch.cuda queries answer for the CPU; memory statistics are zero"
 
 _CAPABILITY = (10, 0)
-_ANSWERS = {
+_ANSWERS: dict[str, Any] = {
     "is_available": True,
     "is_initialized": True,
     "is_current_stream_capturing": False,
@@ -33,7 +33,7 @@ _ANSWERS = {
     "utilization": 0,
     "device_memory_used": 0,
 }
-_MEMORY_ANSWERS = {
+_MEMORY_ANSWERS: dict[str, Any] = {
     "memory_allocated": 0,
     "max_memory_allocated": 0,
     "memory_reserved": 0,
