@@ -53,8 +53,8 @@ def test_equal_sizes_given_twice_are_no_clash(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--piper-grid", "2"], r"a grid is PPxEP.*got '2'"),
-        (["--piper-grid", "0x4"], r"a grid is PPxEP"),
+        (["--piper-grid", "2"], r"--piper-grid takes PPxEP.*got '2'"),
+        (["--piper-grid", "0x4"], r"--piper-grid takes PPxEP"),
         (
             ["--piper-grid", "2x4", "--expert-model-parallel-size", "2", "--num-experts", "8"],
             r"--piper-grid 2x4 says EP 4 but --expert-model-parallel-size says 2",

@@ -178,7 +178,7 @@ def _layout(args: argparse.Namespace, world: int) -> "ParallelLayout":
 
     sizes = {name: size for name in SIZES if (size := getattr(args, name)) is not None}
     if args.grid is not None:
-        for name, size in zip(("pp", "ep"), parse_grid(args.grid), strict=True):
+        for name, size in zip(("pp", "ep"), parse_grid("--grid", args.grid), strict=True):
             if sizes.setdefault(name, size) != size:
                 raise LayoutError(
                     f"--grid {args.grid} says {name.upper()} {size}, --{name} says {sizes[name]}; "

@@ -28,15 +28,15 @@ GROUPS = {
 }
 
 
-def parse_grid(text: str) -> tuple[int, int]:
-    """Pipeline and expert parallel sizes of a grid such as `16x8`.
+def parse_grid(flag: str, text: str) -> tuple[int, int]:
+    """Pipeline and expert parallel sizes of a grid such as `16x8`, the value of a flag.
 
     Raises:
         LayoutError: the text is not PPxEP.
     """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
-        raise LayoutError(f"a grid is PPxEP, two whole numbers such as 16x8; got '{text}'")
+        raise LayoutError(f"{flag} takes PPxEP, two whole numbers such as 16x8; got '{text}'")
     return int(match[1]), int(match[2])
 
 

@@ -83,7 +83,7 @@ def layout_of(args: argparse.Namespace) -> ParallelLayout:
 
 
 def _read_grid(args: argparse.Namespace) -> tuple[int, int]:
-    pp, ep = parse_grid(args.piper_grid)
+    pp, ep = parse_grid("--piper-grid", args.piper_grid)
     for flag, mine, axis in (
         ("--pipeline-model-parallel-size", pp, "PP"),
         ("--expert-model-parallel-size", ep, "EP"),
