@@ -202,14 +202,14 @@ def _cells(job: _Job, in_tree: np.ndarray) -> tuple[np.ndarray, np.ndarray] | No
     layout = job.layout
     bundle = lcm(layout.tp * layout.cp, layout.etp * layout.ep)
     if job.node_size is None:
-        ranks, domains = in_tree[:, None], job.domains[in_tree]
+        ranks = in_tree[:, None]
         sizes = [layout.tp, layout.etp, layout.tp * layout.cp, layout.etp * layout.ep, bundle]
     else:
         ranks = in_tree.reshape(-1, job.node_size)
-        domains = job.domains[ranks[:, 0], job.topology.node_level :]
         sizes = [lcm(bundle, job.node_size)]
         if layout.world // layout.pp % sizes[-1]:
             return None
+    domains = job.domains[ranks[:, 0], job.topology.node_level :]
     for size in sorted(sizes):
         k, rest = divmod(size, ranks.shape[1])
         if rest == 0:
@@ -278,7 +278,8 @@ def _load(path: Path) -> dict[str, list[int]]:
             f"{error.strerror}"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PlacementError(f"placement {path} is neither YAML nor JSON: {error}") from error
+        problem = " ".join(str(error).split())
+        raise PlacementError(f"placement {path} is neither YAML nor JSON: {problem}") from error
     if not isinstance(content, dict) or not content:
         raise PlacementError(f"placement {path} must map each host to its list of logical ranks")
     for host, ranks in content.items():

@@ -43,19 +43,16 @@ def render_grid_map(
         all_nodes: draw every node, however many there are.
     """
     ranks_of_host = logical_ranks_of_hosts(locations, placement)
-    before = topology.domains(locations)
-    after = before[placement.physical_of_logical]
     blocks: list[str | Table] = [
         _title(layout, topology, len(ranks_of_host)),
         _devices(layout, topology, ranks_of_host, width, all_nodes),
-        "Groups that leave a domain of each level, launcher's order -> this placement:",
-        _crossing(
-            layout,
-            crossing_shares(layout, topology, before),
-            crossing_shares(layout, topology, after),
-        ),
-        facts(_facts(topology, placement), width),
     ]
+    if layout.world > 1:
+        blocks += [
+            "Groups that leave a domain of each level, launcher's order -> this placement:",
+            _crossing(layout, topology, locations, placement),
+        ]
+    blocks.append(facts(_facts(topology, placement), width))
     return render(blocks)
 
 
@@ -122,27 +119,41 @@ def _in_lines(parts: dict[str, list[str]], room: int) -> dict[str, str]:
 
 
 def _crossing(
-    layout: ParallelLayout, before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]
+    layout: ParallelLayout,
+    topology: Topology,
+    locations: Sequence[Location],
+    placement: Placement,
 ) -> Table:
-    levels = list(next(iter(before.values()), {}))
-    rows = table("groups", "number x size", *levels)
-    for kind in before:
+    before, after = _crossing_shares(layout, topology, locations, placement)
+    rows = table("groups", "number x size", *(level.name for level in topology.levels[:-1]))
+    for kind, old in before.items():
         size = layout.group_size(kind)
         changes = [
-            percent(old)
-            if old == (new := after[kind][level])
-            else f"{percent(old)} -> {percent(new)}"
-            for level, old in before[kind].items()
+            percent(share) if share == new else f"{percent(share)} -> {percent(new)}"
+            for share, new in zip(old.values(), after[kind].values(), strict=True)
         ]
         rows.add_row(GROUP_NAMES[kind], f"{layout.world // size} x {size}", *changes)
     return rows
 
 
+def _crossing_shares(
+    layout: ParallelLayout,
+    topology: Topology,
+    locations: Sequence[Location],
+    placement: Placement,
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """`crossing_shares` in the launcher's order and in the placement."""
+    launcher = topology.domains(locations)
+    placed = launcher[placement.physical_of_logical]
+    return crossing_shares(layout, topology, launcher), crossing_shares(layout, topology, placed)
+
+
 def _facts(topology: Topology, placement: Placement) -> list[tuple[str, str]]:
     old, new = placement.cost_before_s, placement.cost_after_s
-    cost = f"{seconds(old)} -> {seconds(new)} ({old / new:.3g} times less)"
-    if new == old:
-        cost = seconds(new)
+    cost = seconds(new)
+    if new != old:
+        change = f"{old / new:.3g} times less" if new < old else f"{new / old:.3g} times more"
+        cost = f"{seconds(old)} -> {cost} ({change})"
     bandwidths = ", ".join(
         f"{level.name} {level.gbps:g} ({level.evidence})" for level in topology.levels
     )
@@ -162,8 +173,7 @@ def grid_map_json(
     placement: Placement,
 ) -> dict[str, Any]:
     """The map's content: sizes, logical ranks of hosts by local rank, crossing shares, costs."""
-    before = topology.domains(locations)
-    after = before[placement.physical_of_logical]
+    before, after = _crossing_shares(layout, topology, locations, placement)
     return {
         "layout": asdict(layout) | {"dp": layout.dp, "edp": layout.edp},
         "placement": {
@@ -172,10 +182,7 @@ def grid_map_json(
             "hosts": logical_ranks_of_hosts(locations, placement),
             "notes": list(placement.notes),
         },
-        "crossing": {
-            "before": crossing_shares(layout, topology, before),
-            "after": crossing_shares(layout, topology, after),
-        },
+        "crossing": {"before": before, "after": after},
         "cost": {
             "before_s": placement.cost_before_s,
             "after_s": placement.cost_after_s,
