@@ -126,7 +126,7 @@ class RankServer:
             script: path of the script.
             argv: its arguments.
             world: number of ranks.
-            options: `env` (dict of variables), `hosts` (a host name for each rank; needs root) and
+            options: `env` (dict of variables), `hosts` (what each rank takes for its host name) and
                 `timeout_s`.
         """
         return self._submit(world, script=str(script), argv=tuple(argv), **options)
@@ -229,7 +229,12 @@ def _fork(job: Job, rank: int) -> int:
     code = 1
     try:
         _become_rank(job, rank)
-        code = _work(job, rank)
+        _work(job, rank)
+        code = 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -259,29 +264,22 @@ def _become_rank(job: Job, rank: int) -> None:
         LOCAL_WORLD_SIZE=str(hosts.count(hosts[rank])),
     )
     if job.hosts:
-        os.unshare(os.CLONE_NEWUTS)
-        socket.sethostname(hosts[rank])
+        socket.gethostname = lambda: hosts[rank]
 
 
-def _work(job: Job, rank: int) -> int:
-    """Does the job's work on this rank; its exit code."""
+def _work(job: Job, rank: int) -> None:
+    """Does the job's work on this rank."""
     if job.script is None:
         function, args = pickle.loads(job.function)
         _value(job.folder, rank).write_bytes(pickle.dumps(function(*args)))
-        return 0
+        return
     from piper_megatron.runtime.launch import run_script
     from piper_megatron.runtime.user_errors import one_line_errors
 
     if "megatron.training.training" in sys.modules:
         _record_iterations(_iterations(job.folder, rank))
-    try:
-        with one_line_errors():
-            run_script(job.script, list(job.argv))
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return 0
+    with one_line_errors():
+        run_script(job.script, list(job.argv))
 
 
 def _record_iterations(path: Path) -> None:

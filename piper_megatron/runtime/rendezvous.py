@@ -9,6 +9,7 @@ import argparse
 import base64
 import json
 import re
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from piper_megatron.errors import LaunchError
 # what Megatron sets per process, and paths of the local machine that it only writes to
 PER_RANK = frozenset({"rank", "local_rank", "data_cache_path", "tensorboard_dir", "wandb_save_dir"})
 _KEYS_A_READ = 1024
+_READERS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ def agree(
     if rank == 0:
         store.set("verdict", _pack(_gather(store, world, job, timeout)))
     verdict = _unpack(_get(store, "verdict", timeout))
+    store.add("read", 1)
+    if rank == 0:
+        _wait_for_readers(store, world)
     if "error" in verdict:
         raise LaunchError(verdict["error"])
     return Agreement(tuple(verdict["reports"]), verdict["job"])
@@ -117,12 +122,19 @@ def _gather(
     return {"reports": [answer["report"] for answer in answers], "job": dict(job)}
 
 
+def _wait_for_readers(store: dist.Store, world: int) -> None:
+    """Keeps rank 0, and the store it may host, alive until every rank has read its verdict."""
+    deadline = time.monotonic() + _READERS_TIMEOUT_S
+    while store.add("read", 0) < world and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def _get(store: dist.Store, key: str, timeout: timedelta) -> bytes:
     try:
         return store.get(key)
-    except dist.DistStoreError:
+    except dist.DistError:
         raise LaunchError(
-            f"rank 0 did not publish its {key} within {timeout}; look at its output"
+            f"rank 0 died or did not publish its {key} within {timeout}; look at its output"
         ) from None
 
 
