@@ -23,11 +23,13 @@ def communication_seconds(
     the bandwidth that each rank gets there. Rounded to 12 digits, so that equal placements have
     equal costs.
     """
-    seconds_per_byte = np.array([1 / (level.gbps * 1e9) for level in topology.levels])
     seconds = 0.0
     for kind, flow in traffic.flows.items():
         shares = meeting_shares(layout.groups(kind), flow.pattern, domains, topology.node_level)
-        seconds += flow.bytes_per_rank * float(shares @ seconds_per_byte)
+        # plain floats: a vectorised product may round differently from one processor to another,
+        # and every rank of a job must come to the same choice
+        for share, level in zip(shares.tolist(), topology.levels, strict=True):
+            seconds += flow.bytes_per_rank * share / (level.gbps * 1e9)
     return float(f"{seconds:.12g}")
 
 
