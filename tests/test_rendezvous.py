@@ -4,7 +4,6 @@ import argparse
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-import pytest
 import torch
 from torch.distributed import TCPStore
 
