@@ -168,6 +168,7 @@ DGX = "--topology dgx-h100 --hosts n[1-4]"
         (f"{DGX} --grid 3x8", "legal PPxEP grids: 4x8"),
         (f"{DGX} --grid 2x8 --pp 4", "--grid 2x8 says PP 2, --pp says 4"),
         (f"{DGX} --grid 2-8", "PPxEP"),
+        (f"{DGX} --save placement.yaml", "--save needs a layout"),
         (f"{DGX} --grid 2x8 --placement bset", "'bset' is none of auto, block, none"),
         (f"{DGX} --grid 2x8 --save /absent/placement.yaml", "cannot write placement /absent"),
         (f"{DGX} --grid 2x8 --ranks-per-node 0", "--ranks-per-node must be at least 1"),

@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.json)
     topology, hosts = _topology(args.topology, args.hosts)
     if not _wants_grid(args):
+        if args.save:
+            raise PiperError("--save needs a layout to place, for instance --grid 2x8")
         if args.json:
             return _print_json({"topology": network.topology_json(topology)})
         print(network.render_topology(topology, width, args.all_nodes))
