@@ -168,6 +168,12 @@ class ClusterLab:
             )
         ]
 
+    def crossed_bytes(self) -> int:
+        """Bytes that hosts have sent to each other since the lab was built, headers included."""
+        switch = self._namespace("switch")
+        ports = json.loads(_command("ip", "-n", switch, "-j", "-s", "link", "show", "type", "veth"))
+        return sum(port["stats64"]["rx"]["bytes"] for port in ports)
+
     def _namespace(self, part: str) -> str:
         return f"{self._name}-{part}"
 

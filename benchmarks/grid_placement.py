@@ -60,10 +60,16 @@ class BenchmarkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Training:
-    """The log of one run: seconds and printed loss of every step, warm-up included."""
+    """One run: seconds and printed loss of every step, warm-up included, and its traffic."""
 
     step_s: tuple[float, ...]
     losses: tuple[str, ...]
+    crossed_mb: float
+
+    @property
+    def crossed_mb_per_step(self) -> float:
+        """1e6 bytes that hosts sent to each other, the little traffic at the start included."""
+        return self.crossed_mb / len(self.step_s)
 
     @property
     def median_step_s(self) -> float:
@@ -89,6 +95,7 @@ def train(lab: ClusterLab, way: str, steps: int, timeout_s: float) -> Training:
     Raises:
         BenchmarkError: with the output of the first rank that failed.
     """
+    crossed_before = lab.crossed_bytes()
     results = lab.run(
         command(way, steps), {"OMP_NUM_THREADS": "1"}, order=ORDER, timeout_s=timeout_s
     )
@@ -99,17 +106,18 @@ def train(lab: ClusterLab, way: str, steps: int, timeout_s: float) -> Training:
             f"{way}: rank {failed[0].rank} ended with {failed[0].returncode}:\n"
             + failed[0].output[-4000:]
         )
-    return read_log(results, WARM_UP_STEPS + steps)
+    step_s, losses = read_log(results, WARM_UP_STEPS + steps)
+    return Training(step_s, losses, (lab.crossed_bytes() - crossed_before) / 1e6)
 
 
-def read_log(results: list[RankResult], steps: int) -> Training:
-    """Finds Megatron's log lines; Megatron's last rank prints them, wherever that was placed."""
+def read_log(results: list[RankResult], steps: int) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    """Seconds and losses of all steps; Megatron's last rank prints them, wherever it was placed."""
     log = "".join(result.output for result in results)
     step_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)
     losses = re.findall(r"lm loss: (\S+)", log)
     if not len(step_ms) == len(losses) == steps:
         raise BenchmarkError(f"expected {steps} steps in the log, found {len(step_ms)}:\n{log}")
-    return Training(tuple(float(ms) / 1e3 for ms in step_ms), tuple(losses))
+    return tuple(float(ms) / 1e3 for ms in step_ms), tuple(losses)
 
 
 def measure(rounds: int, steps: int, mbit: float, timeout_s: float) -> dict[str, list[Training]]:
@@ -137,6 +145,9 @@ def summarize(trainings: dict[str, list[Training]]) -> dict:
     kept = {training.losses for way in ("launcher", "placed") for training in trainings[way]}
     return {
         "step_s": {way: spread(values) for way, values in medians.items()},
+        "crossed_mb_per_step": {
+            way: spread([t.crossed_mb_per_step for t in runs]) for way, runs in trainings.items()
+        },
         "gains": {
             name: spread([s / f for s, f in zip(medians[slow], medians[fast], strict=True)])
             for name, (slow, fast) in GAINS.items()
@@ -147,9 +158,11 @@ def summarize(trainings: dict[str, list[Training]]) -> dict:
 
 def report(summary: dict) -> str:
     """The summary for people."""
-    lines = ["seconds a step, median (range over rounds)"]
+    lines = ["way                  s/step  (range over rounds)  MB/step between hosts"]
     for way, s in summary["step_s"].items():
-        lines.append(f"  {way:<18} {s['median']:6.2f}  ({s['min']:.2f} - {s['max']:.2f})")
+        crossed = summary["crossed_mb_per_step"][way]["median"]
+        spread = f"({s['min']:.2f} - {s['max']:.2f})"
+        lines.append(f"  {way:<18} {s['median']:6.2f}  {spread:<19}  {crossed:8.1f}")
     lines.append("gain, median of the rounds (range)")
     for name, g in summary["gains"].items():
         lines.append(f"  {name:<18} {g['median']:5.2f}x  ({g['min']:.2f} - {g['max']:.2f})")

@@ -127,9 +127,13 @@ def test_links_between_hosts_are_slow_and_hosts_are_fast_inside(rights):
     pytest.importorskip("torch")
     with ClusterLab(hosts=2, ranks_per_host=2, mbit=100) as lab:
         stream = measure(lab)
+        crossed = lab.crossed_bytes()
         gloo = lab.run(
             [sys.executable, "-c", GLOO_TRANSFERS], {"OMP_NUM_THREADS": "1"}, timeout_s=60
         )
+    # one second at full rate, there and back, for each of the two ranks of host1; host0's own
+    # stream of the same size stays inside
+    assert 4 * 12.5e6 < crossed < 1.2 * 4 * 12.5e6
     assert [r.returncode for r in gloo] == [0] * 4, gloo
     rates = json.loads(gloo[0].output.splitlines()[-1])
     for between, within in [

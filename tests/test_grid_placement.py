@@ -25,7 +25,7 @@ def results(*outputs: str) -> list[RankResult]:
 
 
 def test_log_is_found_on_whichever_rank_printed_it():
-    expected = Training(step_s=(4.5005, 2.0), losses=("7.012345E+00", "6.543210E+00"))
+    expected = ((4.5005, 2.0), ("7.012345E+00", "6.543210E+00"))
     assert read_log(results("", LOG, "other\n"), steps=2) == expected
 
 
@@ -38,7 +38,7 @@ def test_incomplete_log_is_an_error(outputs):
 def trainings(pure: list[float], launcher: list[float], placed: list[float], losses="7.0 6.0 5.0"):
     def runs(step_s: list[float], losses: str) -> list[Training]:
         # the two warm-up steps are slow and must not count
-        return [Training((99.0, 99.0, s), tuple(losses.split())) for s in step_s]
+        return [Training((99.0, 99.0, s), tuple(losses.split()), crossed_mb=60.0) for s in step_s]
 
     return {
         "pure EP": runs(pure, "7.1 6.1 5.1"),
@@ -50,6 +50,7 @@ def trainings(pure: list[float], launcher: list[float], placed: list[float], los
 def test_gains_are_ratios_within_a_round():
     summary = summarize(trainings([4.8, 6.0, 9.9], [4.0, 4.2, 9.0], [2.0, 2.0, 3.0]))
     assert summary["step_s"]["pure EP"] == {"median": 6.0, "min": 4.8, "max": 9.9}
+    assert summary["crossed_mb_per_step"]["placed"]["median"] == 20.0
     assert summary["gains"] == {
         "grid over pure EP": pytest.approx({"median": 3.0, "min": 2.4, "max": 3.3}),
         "placement": pytest.approx({"median": 2.1, "min": 2.0, "max": 3.0}),
