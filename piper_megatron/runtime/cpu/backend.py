@@ -10,6 +10,7 @@ from piper_megatron.runtime.cpu import (
     datasets,
     dispatcher,
     norm,
+    optimizer,
     packages,
     queries,
     random_state,
@@ -27,6 +28,7 @@ _CONCERNS = (
     packages,
     attention,
     norm,
+    optimizer,
     datasets,
     dispatcher,
 )
