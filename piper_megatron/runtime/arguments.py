@@ -38,9 +38,17 @@ def add_piper_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "launcher's order, or as a file of 'piper-megatron topology --save' says; "
         "auto when a topology is given",
     )
+    _escape_percent_signs(parser)
     if _typed("--piper-", sys.argv):
         parser.error = _error_in_one_line(parser)  # type: ignore[method-assign]
     return parser
+
+
+def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
+    """Lets `--help` print: argparse dies of a bare '%', and a help text of 0.19.2 has one."""
+    for action in parser._actions:
+        if isinstance(action.help, str):
+            action.help = re.sub(r"%%|%(?!\()", "%%", action.help)
 
 
 def uses_piper(args: argparse.Namespace) -> bool:
