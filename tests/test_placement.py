@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from piper_megatron.errors import PlacementError
 from piper_megatron.layout import placement as placing
-from piper_megatron.layout.crossing import communication_seconds, crossing_shares
+from piper_megatron.layout.crossing import bytes_by_level, communication_seconds, crossing_shares
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.placement import (
     Placement,
@@ -97,8 +97,10 @@ def test_a_permutation_that_costs_no_more_than_the_launchers_order(job, policy):
     inverse = placement.logical_of_physical[placement.physical_of_logical]
     assert inverse.tolist() == list(range(layout.world))
     domains = topology.domains(locations)
-    before = communication_seconds(layout, traffic, topology, domains)
-    after = communication_seconds(layout, traffic, topology, domains[placement.physical_of_logical])
+    before = communication_seconds(bytes_by_level(layout, traffic, topology, domains), topology)
+    after = communication_seconds(
+        bytes_by_level(layout, traffic, topology, domains[placement.physical_of_logical]), topology
+    )
     assert (before, after) == (placement.cost_before_s, placement.cost_after_s)
     assert after <= before
 
@@ -166,10 +168,24 @@ def test_close_to_the_best_of_all_orders_of_nodes(seed):
     placement = place(layout, topology, shuffled(locations, seed), traffic)
     domains = topology.domains(locations).reshape(6, 4, -1)
     best = min(
-        communication_seconds(layout, traffic, topology, domains[list(p)].reshape(24, -1))
+        communication_seconds(
+            bytes_by_level(layout, traffic, topology, domains[list(p)].reshape(24, -1)), topology
+        )
         for p in permutations(range(6))
     )
     assert placement.cost_after_s <= 1.02 * best
+
+
+def test_equal_bandwidths_still_keep_expert_groups_in_the_inner_level():
+    """Chassis and group cost the same; the group of 4 nodes stays in a chassis all the same."""
+    levels = (Level("node", 50), Level("chassis", 12), Level("group", 12), Level("machine", 6))
+    nodes = tuple(Node(f"n{i}", ("g", f"c{i % 2}")) for i in range(8))
+    topology = Topology("two chassis", levels, nodes)
+    layout = ParallelLayout(world=16, pp=2, ep=8)
+    placement = place(layout, topology, node_by_node(topology, 2), traffic_of(layout))
+    assert placement.cost_after_s == placement.cost_before_s
+    domains = topology.domains(node_by_node(topology, 2))[placement.physical_of_logical]
+    assert crossing_shares(layout, topology, domains)["tp_ep"]["chassis"] == 0
 
 
 def test_round_robin_over_two_hosts_is_repaired():

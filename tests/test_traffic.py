@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from piper_megatron.errors import LayoutError
 from piper_megatron.layout.crossing import (
+    bytes_by_level,
     communication_seconds,
     crossing_shares,
     meeting_shares,
@@ -158,9 +159,15 @@ def test_cost_is_bytes_by_the_bandwidth_where_they_meet():
     domains = TWO_NODES.domains(FOUR_RANKS)
     layout = ParallelLayout(world=4, pp=2, ep=2)
     traffic = Traffic({"ep": Flow(3e9, Pattern.ALL_TO_ALL), "pp": Flow(5e9, Pattern.CHAIN)}, "")
-    assert communication_seconds(layout, traffic, TWO_NODES, domains) == 3 / 10 + 5 / 1
+    assert (
+        communication_seconds(bytes_by_level(layout, traffic, TWO_NODES, domains), TWO_NODES)
+        == 3 / 10 + 5 / 1
+    )
     swapped = domains[[0, 2, 1, 3]]
-    assert communication_seconds(layout, traffic, TWO_NODES, swapped) == 3 / 1 + 5 / 10
+    assert (
+        communication_seconds(bytes_by_level(layout, traffic, TWO_NODES, swapped), TWO_NODES)
+        == 3 / 1 + 5 / 10
+    )
 
 
 def test_crossing_shares_leave_out_the_outermost_level_and_single_members():

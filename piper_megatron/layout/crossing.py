@@ -4,6 +4,8 @@ All functions take `domains` of *logical* ranks: int array [world, levels], inne
 nested. The level at which two ranks meet is the number of levels at which they differ.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from piper_megatron.layout.grid import ParallelLayout
@@ -14,23 +16,43 @@ from piper_megatron.layout.traffic import Pattern, Traffic
 REPORTED_KINDS = ("tp", "cp", "tp_ep", "pp", "dp", "edp")
 
 
-def communication_seconds(
+def bytes_by_level(
     layout: ParallelLayout, traffic: Traffic, topology: Topology, domains: np.ndarray
-) -> float:
-    """Cost of a placement: seconds per step that a rank sends, without any overlap.
-
-    The sum over levels of the bytes that meet their receiver at that level (mean over ranks) by
-    the bandwidth that each rank gets there. Rounded to 12 digits, so that equal placements have
-    equal costs.
-    """
-    seconds = 0.0
+) -> list[float]:
+    """Bytes per step (mean over ranks) that meet their receiver at each level, innermost first."""
+    # plain floats: a vectorised product may round differently from one processor to another, and
+    # every rank of a job must come to the same choice
+    crossing = [0.0] * len(topology.levels)
     for kind, flow in traffic.flows.items():
         shares = meeting_shares(layout.groups(kind), flow.pattern, domains, topology.node_level)
-        # plain floats: a vectorised product may round differently from one processor to another,
-        # and every rank of a job must come to the same choice
-        for share, level in zip(shares.tolist(), topology.levels, strict=True):
-            seconds += flow.bytes_per_rank * share / (level.gbps * 1e9)
-    return float(f"{seconds:.12g}")
+        for level, share in enumerate(shares.tolist()):
+            crossing[level] += flow.bytes_per_rank * share
+    return crossing
+
+
+def communication_seconds(crossing: Sequence[float], topology: Topology) -> float:
+    """Cost of a placement: seconds per step that a rank sends, without any overlap.
+
+    Args:
+        crossing: `bytes_by_level`; each is divided by the bandwidth that a rank gets at the level.
+        topology: whose levels they are.
+
+    Returns:
+        The sum, rounded to 12 digits, so that equal placements have equal costs.
+    """
+    levels = zip(crossing, topology.levels, strict=True)
+    return float(f"{sum(sent / (level.gbps * 1e9) for sent, level in levels):.12g}")
+
+
+def mean_reach(crossing: Sequence[float]) -> float:
+    """Levels that a byte climbs to meet its receiver, rounded: what tells equal costs apart.
+
+    Two levels may have one bandwidth, as chassis and group of a dragonfly do; a message that stays
+    in the chassis still shares fewer links.
+    """
+    total = sum(crossing)
+    climbed = sum(level * sent for level, sent in enumerate(crossing))
+    return round(climbed / total, 6) if total else 0.0
 
 
 def meeting_shares(

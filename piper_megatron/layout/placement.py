@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 from piper_megatron.errors import PlacementError
-from piper_megatron.layout.crossing import communication_seconds
+from piper_megatron.layout.crossing import bytes_by_level, communication_seconds, mean_reach
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.packing import merge_domains, pack, tree_order
 from piper_megatron.layout.topology import Location, Topology
@@ -99,12 +99,14 @@ def place(
     orders = {LAUNCHER: np.arange(layout.world)}
     if policy != "none":
         orders |= _orders(job, packed=policy == "auto")
-    costs = {name: job.cost(order) for name, order in orders.items()}
+    crossing = {name: job.crossing(order) for name, order in orders.items()}
+    costs = {name: communication_seconds(crossing[name], topology) for name in orders}
     affordable = [name for name in orders if costs[name] <= costs[LAUNCHER]]
 
-    def preference(name: str) -> tuple[float, bool]:
+    def preference(name: str) -> tuple[float, float, bool]:
         # a difference beyond the third digit is no reason to renumber
-        return float(f"{costs[name]:.3g}"), not job.contiguous(orders[name])
+        cost = float(f"{costs[name]:.3g}")
+        return cost, mean_reach(crossing[name]), not job.contiguous(orders[name])
 
     chosen = min(affordable, key=preference)
     words = KEPT if chosen == LAUNCHER and policy != "none" else chosen
@@ -134,8 +136,11 @@ class _Job:
         sizes = set(self.ranks_of_node.tolist())
         self.node_size: int | None = sizes.pop() if len(sizes) == 1 else None
 
+    def crossing(self, order: np.ndarray) -> list[float]:
+        return bytes_by_level(self.layout, self.traffic, self.topology, self.domains[order])
+
     def cost(self, order: np.ndarray) -> float:
-        return communication_seconds(self.layout, self.traffic, self.topology, self.domains[order])
+        return communication_seconds(self.crossing(order), self.topology)
 
     def contiguous(self, order: np.ndarray) -> bool:
         if self.node_size is None:
