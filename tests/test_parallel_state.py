@@ -13,7 +13,8 @@ from piper_megatron.layout.topology import Level, Location, Node, Topology
 from piper_megatron.layout.traffic import traffic_of
 from piper_megatron.runtime.parallel_state import node_and_rail_ranks
 
-ROUND_ROBIN = ("n0", "n1") * 4
+# launcher rank 0 opens the store on n1; logical rank 0 will be on n0
+ROUND_ROBIN = ("n1", "n0") * 4
 
 
 def test_an_expert_group_splits_into_nodes_and_rails():
@@ -29,6 +30,7 @@ def test_unequal_shares_have_neither():
 
 def start_job(argv: list[str]) -> dict:
     """Starts Megatron as a script would; what this rank became."""
+    import torch
     import torch.distributed as dist
     from megatron.core import mpu
     from megatron.training import get_args
@@ -58,7 +60,7 @@ def start_job(argv: list[str]) -> dict:
         "rail": groups and members(groups.rail),
         "timeouts": groups
         and {
-            g._get_backend(__import__("torch").device("cpu")).options._timeout.total_seconds()
+            g._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for g in (groups.node, groups.rail)
         },
     }
@@ -79,6 +81,7 @@ def test_round_robin_hosts_get_whole_expert_groups(ranks):
         assert value["node"] == value["ep"]
         assert value["rail"] == [value["rank"]]
         assert value["timeouts"] == {7 * 60}
+    assert by_rank[0]["launcher_rank"] == 1
     # contiguous blocks in local-rank order
     assert [value["location"].local_rank for value in by_rank] == [0, 1, 2, 3] * 2
     grid_map = next(output for output in run.outputs if "Piper grid 2x4" in output)

@@ -126,7 +126,7 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     args.rank = int(placement.logical_of_physical[args.rank])
     os.environ["RANK"] = str(args.rank)
     if args.rank == 0:
-        print(render_grid_map(layout, topology, physical, placement), flush=True)
+        print(render_grid_map(layout, topology, physical, placement, width=120), flush=True)
     return args
 
 
