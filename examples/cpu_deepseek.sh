@@ -85,9 +85,8 @@ TRAIN_ARGS=(
 
 show_progress() {
     awk -F '|' '
-        /^piper-megatron: error/        { print; fflush() }
-        /^Piper grid/, /^> initializing/ { if (!/^>/) print; fflush() }
-        / lm loss: /                    { sub(/.*\] +/, "", $1); print $1 "|" $6 "|" $3; fflush() }'
+        /^Piper grid/, /^(INFO|WARNING|>)/ { if (!/^(INFO|WARNING|>)/) print; fflush() }
+        / lm loss: / { sub(/.*\] +/, "", $1); print $1 "|" $6 "|" $3; fflush() }'
 }
 
 mkdir -p "$OUT"

@@ -80,9 +80,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     try:
-        files = sum(map(text_files, options.input), []) if options.input else standard_library()
+        named = [file for path in options.input or () for file in text_files(path)]
     except OSError as error:
         parser.error(str(error))
+    files = named if options.input else standard_library()
     if not files:
         parser.error("no text to write; name files or folders with --input")
     total = write(files, options.output)
