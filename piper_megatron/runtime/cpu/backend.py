@@ -9,6 +9,7 @@ from piper_megatron.runtime.cpu import (
     collectives,
     datasets,
     dispatcher,
+    hybrid,
     norm,
     optimizer,
     packages,
@@ -29,8 +30,9 @@ _CONCERNS = (
     attention,
     norm,
     optimizer,
-    datasets,
     dispatcher,
+    hybrid,
+    datasets,
 )
 _torch_hooks = HookSet("torch on the CPU")
 _megatron_hooks = HookSet("Megatron on the CPU")
