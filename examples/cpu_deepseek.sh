@@ -75,7 +75,7 @@ TRAIN_ARGS=(
     --train-iters 60
     --lr 4e-3
     --min-lr 4e-4
-    --lr-warmup-iters 5
+    --lr-warmup-fraction 0.1
     --lr-decay-style cosine
     --log-interval 1
     --logging-level 30

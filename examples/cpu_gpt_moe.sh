@@ -51,7 +51,7 @@ TRAIN_ARGS=(
     --global-batch-size 32
     --train-iters 30
     --lr 4e-3
-    --lr-warmup-iters 5
+    --lr-warmup-fraction 0.1
     --lr-decay-style cosine
     --log-interval 1
     --logging-level 30

@@ -15,7 +15,7 @@ export PATH=$VENV/bin:$PATH
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 # Slingshot, not the management network
 export NCCL_CROSS_NIC=1                       # rings and trees may change the NIC between nodes
 export OMP_NUM_THREADS=7                      # 7 cores a task: the system keeps one of every 8
-# compiled kernels and tuning results go to node-local storage: a shared file system locks up
+# MIOpen keeps databases; on the shared file system they end in I/O errors
 export MIOPEN_USER_DB_PATH=/tmp/miopen-$SLURM_JOB_ID
 export MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
 
