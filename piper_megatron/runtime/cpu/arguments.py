@@ -154,11 +154,6 @@ REFUSALS = (
         lambda value: value == "inference_optimized",
         "layers for inference need a GPU; choose local",
     ),
-    Refusal(
-        "--context-parallel-size",
-        lambda value: value > 1,
-        "Megatron's own attention does not split sequences; rehearse with 1",
-    ),
     Refusal("--use-megatron-fsdp", bool, "it needs a GPU"),
     Refusal("--use-torch-fsdp2", bool, "it needs a GPU"),
     Refusal("--tensor-parallel-num-weight-shards", _given, _TE),
@@ -213,6 +208,7 @@ def translate(args: argparse.Namespace) -> list[str]:
         name = attribute_of(refusal)
         if hasattr(args, name) and refusal.applies(getattr(args, name)):
             raise CpuBackendError(f"{refusal.flag} has no CPU counterpart: {refusal.why}")
+    _refuse_split_windows(args)
     told = []
     for translation in TRANSLATIONS:
         name = attribute_of(translation)
@@ -225,6 +221,14 @@ def translate(args: argparse.Namespace) -> list[str]:
 def attribute_of(choice: Translation | Refusal) -> str:
     """The name in the parsed arguments."""
     return choice.attribute or choice.flag.removeprefix("--no-").lstrip("-").replace("-", "_")
+
+
+def _refuse_split_windows(args: argparse.Namespace) -> None:
+    if getattr(args, "window_size", None) is not None and args.context_parallel_size > 1:
+        raise CpuBackendError(
+            "--window-size with --context-parallel-size has no CPU counterpart: windows over a "
+            "split sequence are Transformer Engine's; choose one of the two"
+        )
 
 
 def _unfused_attention(args: argparse.Namespace) -> list[str]:

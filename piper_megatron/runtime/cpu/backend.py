@@ -15,6 +15,7 @@ from piper_megatron.runtime.cpu import (
     packages,
     queries,
     random_state,
+    recompute,
     streams,
     tensors,
 )
@@ -29,6 +30,7 @@ _CONCERNS = (
     packages,
     attention,
     norm,
+    recompute,
     optimizer,
     dispatcher,
     hybrid,
