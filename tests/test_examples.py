@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, SCRIPT
 
+from piper_megatron.platform.platform import load_platform
+
 EXAMPLES = ROOT / "examples"
 GRIDS = {
     "cpu_gpt_moe.sh": "2x2",
@@ -158,6 +160,14 @@ def test_megatron_accepts_the_arguments_at_the_scripts_world_size(ranks, recorde
         assert round(accepted["paper_parameters"] / 2**30, 2) == size
         assert accepted["two_matrices"]
         assert accepted["moe_layers"] == accepted["layers"]
+
+
+@pytest.mark.parametrize("name", [name for name in GRIDS if not name.startswith("cpu")])
+def test_expert_groups_fit_on_a_node_of_the_scripts_platform(recorder, name):
+    argv = recorder.launch(name).argv
+    platform = load_platform(argv[argv.index("--piper-topology") + 1])
+    ep = int(argv[argv.index("--piper-grid") + 1].partition("x")[2])
+    assert platform.ranks_per_node % ep == 0
 
 
 def test_every_script_is_known_to_the_tests():
