@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tiny import ROOT, SCRIPT
+from tiny import ROOT, SCRIPT, tiny_command
 
 from piper_megatron.platform.platform import load_platform
 
@@ -195,6 +195,34 @@ def test_what_a_cluster_script_needs_is_asked_for(recorder):
         )
         assert ran.returncode != 0
         assert "DATA_PATH: prefix of the .bin and .idx files" in ran.stderr
+
+
+def batch_of_a_context_parallel_rank() -> dict:
+    import torch
+    from megatron.training import arguments, global_vars, initialize
+
+    os.environ["WORLD_SIZE"] = "2"
+    sys.argv = ["script", *tiny_command("--context-parallel-size", "2", "--fake-process-group")]
+    args = arguments.parse_args()
+    args.apply_rope_fusion = False  # Transformer Engine's
+    arguments.validate_args(args)
+    global_vars.set_args(args)
+    script = runpy.run_path(str(SCRIPT))
+    initialize._initialize_distributed(script["get_embedding_ranks"], None, None)
+    tokens = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
+    mask = torch.ones(args.micro_batch_size, 1, args.seq_length, args.seq_length).bool()
+    sample = dict.fromkeys(script["BATCH_DTYPES"], tokens) | {"attention_mask": mask}
+    config = arguments.core_transformer_config_from_args(args)
+    batch = script["get_batch"](iter([sample]), config, None)
+    return {name: tensor.tolist() for name, tensor in batch.items()}
+
+
+def test_a_context_parallel_rank_takes_the_first_and_the_last_quarter(ranks):
+    batch = ranks.call(batch_of_a_context_parallel_rank, world=1).check().values[0]
+    share = [*range(8), *range(24, 32)]
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        assert batch[name] == [share]
+    assert [len(row) for row in batch["attention_mask"][0][0]] == [32] * 16
 
 
 def prepare_text(*argv: str) -> None:
