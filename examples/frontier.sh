@@ -16,7 +16,7 @@ export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 # Slingshot, not the management ne
 export NCCL_CROSS_NIC=1                       # rings and trees may change the NIC between nodes
 export OMP_NUM_THREADS=7                      # 7 cores a task: the system keeps one of every 8
 # MIOpen keeps databases; on the shared file system they end in I/O errors
-export MIOPEN_USER_DB_PATH=/tmp/miopen-$SLURM_JOB_ID
+export MIOPEN_USER_DB_PATH=${TMPDIR:-/tmp}/miopen-$SLURM_JOB_ID
 export MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
 
 # Starts one task for each GCD. Megatron takes device LOCAL_RANK, so every task sees all eight, in

@@ -95,4 +95,3 @@ def _print_help() -> int:
     help_text = _parser().format_help()
     print(help_text[help_text.index("options:") + len("options:") :].strip("\n"))
     return 0
-
