@@ -53,6 +53,15 @@ def test_without_a_gpu_and_without_cpu_it_stops_and_says_so():
     assert_one_line(done, "no GPU", "--cpu")
 
 
+def test_without_a_gpu_no_worker_is_started():
+    done = piper_megatron("run", str(SCRIPT), CUDA_VISIBLE_DEVICES="")
+    assert_one_line(done, "no GPU", "--cpu")
+
+
+def test_a_number_of_workers_that_is_none_is_refused():
+    assert_one_line(piper_megatron("run", "--cpu", "--nproc", "0", str(SCRIPT)), "--nproc", "'0'")
+
+
 def test_a_missing_script_is_named():
     assert_one_line(piper_megatron("run", "--cpu", "--nproc", "1", "nowhere.py"), "nowhere.py")
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 
 from piper_megatron.errors import LaunchError
 
@@ -31,7 +32,7 @@ def run_raw(argv: list[str]) -> int:
     Returns:
         The exit code.
     """
-    if not argv or argv[0] in ("-h", "--help"):
+    if argv[:1] in (["-h"], ["--help"]):
         return _print_help()
     options = _parse(argv)
     if options.cpu:
@@ -63,8 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         ) from None
     parser = get_args_parser()
     parser.prog = "piper-megatron run"
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--nproc", metavar="N")
+    # told in USAGE
+    parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--nproc", help=argparse.SUPPRESS)
     return parser
 
 
@@ -81,6 +83,8 @@ def _gives_torchrun_options(argv: list[str], script: str) -> bool:
 def _for_torchrun(options: argparse.Namespace) -> argparse.Namespace:
     """One machine needs no rendezvous address: torchrun's `--standalone`, over loopback."""
     if options.nproc is not None:
+        if not re.fullmatch(r"[1-9]\d*|auto|gpu|cpu|xpu", options.nproc):
+            raise LaunchError(f"--nproc takes a number of workers, or gpu; got '{options.nproc}'")
         options.nproc_per_node = options.nproc
     if options.nnodes == "1:1" and not options.rdzv_endpoint:
         options.standalone = True

@@ -103,9 +103,11 @@ def _topology(source: str, host_set: str | None) -> "tuple[Topology, list[str]]"
     )
     from piper_megatron.platform.domains import XNAME
     from piper_megatron.platform.nodesets import expand
-    from piper_megatron.platform.platform import is_path
+    from piper_megatron.platform.platform import is_path, load_platform
     from piper_megatron.platform.topology_file import read_topology
 
+    if source != "auto" and not is_path(source):
+        load_platform(source)  # an unknown name is said before missing hosts
     if is_path(source) and host_set is None:
         topology = read_topology(source)
         return topology, [node.host for node in topology.nodes]

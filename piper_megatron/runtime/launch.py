@@ -38,13 +38,12 @@ def run_script(script: str, argv: list[str]) -> None:
         LaunchError: no such script, or neither a GPU nor the CPU backend.
         HookError: Megatron is missing or unsupported.
     """
-    from piper_megatron.runtime.register import register, switched_on
+    from piper_megatron.runtime.register import register
 
     if not Path(script).is_file():
         raise LaunchError(f"no training script {script}; give the path of a Python file")
     installed_version("megatron-core")
-    if not switched_on("PIPER_CPU") and not {"-h", "--help"} & set(argv):
-        _require_gpu()
+    _require_device(argv)
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
     register()
@@ -59,10 +58,14 @@ def launch_workers(options: argparse.Namespace) -> int:
 
     Returns:
         Exit code: 0, 2 after a usage error, else that of the first worker that failed.
+
+    Raises:
+        LaunchError: neither a GPU nor the CPU backend.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
+    _require_device(options.training_script_args)
     options.training_script_args = [options.training_script, *options.training_script_args]
     options.module, options.training_script = True, "piper_megatron.runtime.launch"
     for name in _TORCHRUN_LOGGERS:
@@ -104,9 +107,14 @@ def adopt_slurm(environ: MutableMapping[str, str]) -> None:
         ) from None
 
 
-def _require_gpu() -> None:
+def _require_device(argv: list[str]) -> None:
+    """Training needs a GPU or the CPU backend; the script's `--help` needs neither."""
     import torch
 
+    from piper_megatron.runtime.register import switched_on
+
+    if switched_on("PIPER_CPU") or {"-h", "--help"} & set(argv):
+        return
     if not torch.cuda.is_available():
         raise LaunchError(
             "torch sees no GPU here; add --cpu to rehearse the run on the CPU, or start it on a "
