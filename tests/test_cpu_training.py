@@ -1,6 +1,6 @@
 """What Megatron can train on GPUs trains on the CPU: layouts, precisions, checkpoints, models.
 
-Losses are compared exactly where the same sums are taken in the same order, and to seven digits
+Losses are compared exactly where the same sums are taken in the same order, and to five digits
 where only their order differs.
 """
 
@@ -12,7 +12,7 @@ from ranks import Run
 from tiny import SCRIPT, tiny_command
 
 ITERATIONS = 5
-ANOTHER_ORDER_OF_SUMS = 1e-6
+ANOTHER_ORDER_OF_SUMS = 1e-5
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DENSE = "--num-experts 0"
 LATENT = (

@@ -84,6 +84,20 @@ def _scatter_uneven(reduce_scatter: Callable) -> Callable:
     return scatter
 
 
+def _hold(send: Callable) -> Callable:
+    """Keeps what is being sent alive.
+
+    A pipeline stage empties its output (`output.data = ...`) once the send has begun. NCCL's memory
+    is not reused before the send ends; gloo would send whatever comes to lie there.
+    """
+
+    @wraps(send)
+    def held_send(self: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return send(self, [tensor.detach() for tensor in tensors], *args, **kwargs)
+
+    return held_send
+
+
 def _even(parts: list[torch.Tensor]) -> bool:
     return len({part.shape for part in parts}) == 1
 
@@ -93,6 +107,7 @@ def _not_empty(parts: list[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
 
 
 HOOKS = (
+    torch_hook("torch.distributed:ProcessGroup.send", _hold),
     torch_hook("torch.distributed:all_gather", _gather_uneven),
     torch_hook("torch.distributed:reduce_scatter", _scatter_uneven),
     torch_hook("torch.distributed:init_process_group", _default_group),

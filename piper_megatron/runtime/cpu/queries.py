@@ -90,10 +90,14 @@ def _host_bytes(pages: str) -> int:
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+# a query that this torch does not have yet is harmless to add
 HOOKS = (
-    *(torch_hook(f"torch.cuda:{name}", always(value)) for name, value in _ANSWERS.items()),
     *(
-        torch_hook(f"{module}:{name}", always(value))
+        torch_hook(f"torch.cuda:{name}", always(value), create=True)
+        for name, value in _ANSWERS.items()
+    ),
+    *(
+        torch_hook(f"{module}:{name}", always(value), create=True)
         for name, value in _MEMORY_ANSWERS.items()
         for module in ("torch.cuda", "torch.cuda.memory")
     ),
