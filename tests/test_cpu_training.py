@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ranks import Run
+from ranks import RankServer, Run
+from test_register import OTHER_RELEASES, wheel
 from tiny import SCRIPT, tiny_command
 
 ITERATIONS = 5
@@ -116,11 +117,25 @@ def test_recomputation_changes_no_loss(train, recompute):
     ids=["plain optimizer", "distributed optimizer in bf16", "reshardable, DeepSeek style"],
 )
 def test_a_saved_run_continues_bit_for_bit(ranks, tmp_path, world, flags):
+    assert_continues(ranks, tmp_path, world, flags)
+
+
+@pytest.mark.parametrize("release", OTHER_RELEASES)
+def test_other_releases_train_and_continue(tmp_path, release):
+    server = RankServer(python_path=str(wheel(release)))
+    try:
+        assert_continues(server, tmp_path, 2, f"{DEEPSEEK} {PIPELINE} {OVERLAPPED} --bf16")
+    finally:
+        server.close()
+
+
+def assert_continues(server: RankServer, folder: Path, world: int, flags: str) -> None:
     """Dropout is on: the random state comes back as well."""
-    save = f"--save {tmp_path} --save-interval 3"
-    saving = ranks.run(SCRIPT, tiny_command(*f"{flags} {save}".split()), world).check()
-    load = f"--load {tmp_path} --ckpt-step 3"
-    loading = ranks.run(SCRIPT, tiny_command(*f"{flags} {load}".split()), world).check()
+    save = f"--save {folder} --save-interval 3"
+    saving = server.run(SCRIPT, tiny_command(*f"{flags} {save}".split()), world).check()
+    load = f"--load {folder} --ckpt-step 3"
+    loading = server.run(SCRIPT, tiny_command(*f"{flags} {load}".split()), world).check()
+    assert saving.losses[-1] < saving.losses[0] - 0.05
     assert [step["iteration"] for step in loading.iterations[-1]] == [4, 5]
     assert loading.losses == saving.losses[3:]
     assert loading.grad_norms == saving.grad_norms[3:]
