@@ -111,6 +111,34 @@ def test_expert_tensor_parallel_groups_are_split_as_one(ranks):
         assert value["rail"] in ([0, 2], [1, 3])
 
 
+def test_a_placement_file_and_a_topology_file_are_obeyed(ranks, tmp_path):
+    (tmp_path / "network.yaml").write_text(
+        "name: lab\nlevels: [{name: node, gbps: 9}, {name: machine, gbps: 1}]\n"
+        "nodes: [{hosts: 'n[0-9]'}]\n"
+    )
+    (tmp_path / "placement.yaml").write_text("n1: [0, 1]\nn0: [3, 2]\n")
+    argv = tiny_command(
+        *("--piper-grid", "2x2", "--piper-topology", str(tmp_path / "network.yaml")),
+        *("--piper-placement", str(tmp_path / "placement.yaml")),
+    )
+    run = ranks.call(start_job, argv, world=4, hosts=("n0", "n0", "n1", "n1")).check()
+    assert [value["rank"] for value in run.values] == [3, 2, 0, 1]
+    assert any("topology lab" in output for output in run.outputs)
+
+
+def test_a_host_that_the_topology_file_lacks_is_named(ranks, tmp_path):
+    (tmp_path / "network.yaml").write_text(
+        "name: lab\nlevels: [{name: node, gbps: 9}, {name: machine, gbps: 1}]\n"
+        "nodes: [{hosts: n0}]\n"
+    )
+    argv = tiny_command("--piper-topology", str(tmp_path / "network.yaml"))
+    run = ranks.call(start_job, argv, world=2, hosts=("n0", "n7"))
+    assert run.codes == [2, 2]
+    for output in run.outputs:
+        assert "does not list node n7" in output
+        assert "Traceback" not in output
+
+
 def test_unequal_nodes_train_without_rails_and_refuse_flex(ranks):
     hosts = ("n0", "n0", "n0", "n1")
     argv = tiny_command("--piper-grid", "1x4", "--piper-placement", "auto")

@@ -4,11 +4,14 @@ import argparse
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import numpy as np
+import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from piper_megatron.errors import LaunchError
-from piper_megatron.runtime.rendezvous import agree, comparable
+from piper_megatron.runtime import rendezvous
+from piper_megatron.runtime.rendezvous import agree, comparable, same_as_rank_0
 
 ARGUMENTS = {"seed": "1234", "num_layers": "4"}
 
@@ -61,9 +64,23 @@ def test_a_flag_that_only_rank_0_has_is_named():
     assert "--piper-grid: rank 1 on n0 has nothing, rank 0 has 2x2" in meet(arguments)[1]
 
 
-def test_a_rank_that_never_reports_is_named():
+def test_a_rank_that_never_reports_is_named(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_READERS_TIMEOUT_S", 0.1)
     first, *_ = meet([ARGUMENTS] * 3, absent={2}, seconds=1.0)
     assert "rank 2 did not report" in first
+
+
+def test_a_value_that_one_rank_leaves_out_is_shown_as_nothing():
+    arguments = [ARGUMENTS | {"load": "/ckpt"}, ARGUMENTS | {"load": "null"}]
+    assert "--load: rank 1 on n0 has nothing, rank 0 has /ckpt" in meet(arguments)[0]
+
+
+def test_a_rank_that_computed_another_placement_stops():
+    store, timeout = HashStore(), timedelta(seconds=5)
+    same_as_rank_0(store, 0, np.array([0, 1, 2]), timeout)
+    same_as_rank_0(store, 2, np.array([0, 1, 2]), timeout)
+    with pytest.raises(LaunchError, match="rank 1 computed another placement than rank 0"):
+        same_as_rank_0(store, 1, np.array([1, 0, 2]), timeout)
 
 
 def test_comparable_ignores_what_differs_by_rank_and_addresses():

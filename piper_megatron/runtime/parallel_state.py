@@ -29,7 +29,7 @@ from piper_megatron.platform.discovery import (
 from piper_megatron.report.grid_map import render_grid_map
 from piper_megatron.runtime.arguments import PLACEMENTS, layout_of, uses_piper
 from piper_megatron.runtime.model_sizes import model_sizes
-from piper_megatron.runtime.rendezvous import agree, comparable, job_store
+from piper_megatron.runtime.rendezvous import agree, comparable, job_store, same_as_rank_0
 
 
 @dataclass(frozen=True)
@@ -97,24 +97,9 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     _refuse_own_renumbering(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store = job_store(args.rank, args.world_size, timeout)
-    node = observe_node()
-    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank or 0))
-    agreement = agree(
-        store,
-        args.rank,
-        args.world_size,
-        {"host": node.host, "local_rank": local_rank, "node": node.to_json()},
-        comparable(args),
-        observe_job().to_json() if args.rank == 0 else {},
-        timeout,
-    )
-    physical = [Location(r["host"], r["local_rank"]) for r in agreement.reports]
-    topology = resolve_topology(
-        args.piper_topology or "auto",
-        [NodeObservation.from_json(r["node"]) for r in agreement.reports],
-        JobObservation.from_json(agreement.job),
-    )
+    physical, topology = _locate(args, store, timeout)
     placement = _placement(args, layout, topology, physical)
+    same_as_rank_0(store, args.rank, placement.logical_of_physical, timeout)
     _refuse_flex(args, placement)
     _job = PlacedJob(
         layout=layout,
@@ -128,6 +113,29 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     if args.rank == 0:
         print(render_grid_map(layout, topology, physical, placement, width=120), flush=True)
     return args
+
+
+def _locate(
+    args: argparse.Namespace, store: dist.Store, timeout: timedelta
+) -> tuple[list[Location], Topology]:
+    """Where each launcher rank runs, and the network around them; the same on all ranks."""
+    node = observe_node()
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank or 0))
+    agreement = agree(
+        store,
+        args.rank,
+        args.world_size,
+        {"host": node.host, "local_rank": local_rank, "node": node.to_json()},
+        comparable(args),
+        observe_job().to_json() if args.rank == 0 else {},
+        timeout,
+    )
+    topology = resolve_topology(
+        args.piper_topology or "auto",
+        [NodeObservation.from_json(report["node"]) for report in agreement.reports],
+        JobObservation.from_json(agreement.job),
+    )
+    return [Location(r["host"], r["local_rank"]) for r in agreement.reports], topology
 
 
 def _already_placed(args: argparse.Namespace, layout: ParallelLayout) -> argparse.Namespace:

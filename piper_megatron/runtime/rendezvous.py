@@ -7,6 +7,7 @@ whatever the world size.
 
 import argparse
 import base64
+import hashlib
 import json
 import re
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
@@ -115,11 +117,38 @@ def _gather(
             more = len(answer["differs"]) - 1
             return {
                 "error": f"ranks disagree on {flag}: rank {rank} on {answer['report']['host']} "
-                f"has {mine or 'nothing'}, rank 0 has {first or 'nothing'}"
+                f"has {_shown(mine)}, rank 0 has {_shown(first)}"
                 + (f" ({more} more flags differ)" if more else "")
                 + "; give every rank the same command line"
             }
     return {"reports": [answer["report"] for answer in answers], "job": dict(job)}
+
+
+def _shown(value: str | None) -> str:
+    return "nothing" if value in (None, "null") else str(value)
+
+
+def same_as_rank_0(store: dist.Store, rank: int, placement: np.ndarray, timeout: timedelta) -> None:
+    """Makes sure that files which each node reads for itself led to one placement.
+
+    Args:
+        store: as in `agree`, after it.
+        rank: the launcher's number of this process.
+        placement: the logical rank of each launcher rank, as this rank computed it.
+        timeout: how long to wait for rank 0.
+
+    Raises:
+        LaunchError: this rank came to another placement than rank 0.
+    """
+    store = dist.PrefixStore("piper", store)
+    digest = hashlib.sha256(placement.tobytes()).hexdigest()
+    if rank == 0:
+        store.set("placement", digest)
+    if _get(store, "placement", timeout).decode() != digest:
+        raise LaunchError(
+            f"rank {rank} computed another placement than rank 0; the topology or placement file "
+            "on its node differs, so put it on a file system that all nodes share"
+        )
 
 
 def _wait_for_readers(store: dist.Store, world: int) -> None:
