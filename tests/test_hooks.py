@@ -6,7 +6,7 @@ import types
 import pytest
 
 from piper_megatron.errors import HookError
-from piper_megatron.runtime.hooks import Hook, HookSet, installed_version
+from piper_megatron.runtime.hooks import Hook, HookSet, installed_version, require_known_megatron
 
 
 @pytest.fixture
@@ -90,3 +90,28 @@ def test_a_created_symbol_disappears_again(modules):
 def test_a_missing_distribution_says_how_to_install_it():
     with pytest.raises(HookError, match=r"pip install 'piper-megatron\[train\]'"):
         installed_version("no-such-distribution")
+
+
+@pytest.fixture
+def megatron_tree(tmp_path, monkeypatch):
+    """A source tree of some future release, first on the path and not installed."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text(
+        "MAJOR = 0\nMINOR = 31\nPATCH = 4\nPRE_RELEASE = 'rc2'\n\nraise RuntimeError('imported')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+
+
+@pytest.mark.usefixtures("megatron_tree")
+def test_the_version_of_a_source_tree_is_read_without_importing_it():
+    assert str(installed_version("megatron-core")) == "0.31.4rc2"
+
+
+@pytest.mark.usefixtures("megatron_tree")
+def test_an_unknown_release_is_refused_unless_the_user_allows_it(monkeypatch):
+    with pytest.raises(HookError, match=r"megatron-core 0\.31\.4rc2 is outside >=0\.17\.1,<0\.20"):
+        require_known_megatron()
+    monkeypatch.setenv("PIPER_ALLOW_UNKNOWN", "1")
+    require_known_megatron()

@@ -6,9 +6,13 @@ is made from the original. A set is applied as a whole or not at all.
 
 import importlib
 import importlib.metadata
+import importlib.util
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -16,6 +20,7 @@ from packaging.version import Version
 
 from piper_megatron.errors import HookError
 
+MEGATRON = "megatron-core"
 MEGATRON_VERSIONS = ">=0.17.1,<0.20"
 _MISSING = object()
 
@@ -39,19 +44,59 @@ class Hook:
     target: str
     replace: Callable[[Any], Any]
     why: str = ""
-    distribution: str = "megatron-core"
+    distribution: str = MEGATRON
     versions: str = MEGATRON_VERSIONS
     create: bool = False
 
 
 def installed_version(distribution: str) -> Version:
-    """Version of an installed distribution; `HookError` with the remedy if there is none."""
+    """Version of an installed distribution, or of the Megatron tree that comes first on the path.
+
+    Raises:
+        HookError: there is none; with the remedy.
+    """
+    if distribution == MEGATRON and (tree := _megatron_tree()) is not None:
+        return tree
     try:
         return Version(importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
         raise HookError(
             f"{distribution} is not installed; install it with: pip install 'piper-megatron[train]'"
         ) from None
+
+
+def _megatron_tree() -> Version | None:
+    """Reads the version that Megatron's source says, without importing Megatron.
+
+    A checkout on PYTHONPATH is not an installed distribution, and may hide one of another version.
+    """
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        source = Path(folder) / "core" / "package_info.py"
+        if source.is_file():
+            parts = dict(re.findall(r"^([A-Z_]+) = ['\"]?(\w*)['\"]?$", source.read_text(), re.M))
+            return Version("{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format(**parts))
+    return None
+
+
+def require_known_megatron() -> None:
+    """Refuses releases that the hooks do not know, unless `PIPER_ALLOW_UNKNOWN=1` is set.
+
+    Raises:
+        HookError: Megatron is missing, or its release is outside `MEGATRON_VERSIONS`.
+    """
+    version = installed_version(MEGATRON)
+    if version not in SpecifierSet(MEGATRON_VERSIONS, prereleases=True) and not allow_unknown():
+        raise HookError(
+            f"megatron-core {version} is outside {MEGATRON_VERSIONS}, the releases that "
+            "piper_megatron knows; install one of them, set PIPER_ALLOW_UNKNOWN=1 to try this one, "
+            "or PIPER_DISABLE=1 to train without piper_megatron"
+        )
+
+
+def allow_unknown() -> bool:
+    """Whether the user wants hooks to be tried on releases that they do not know."""
+    return os.environ.get("PIPER_ALLOW_UNKNOWN", "0") not in ("", "0")
 
 
 class HookSet:
@@ -83,7 +128,8 @@ class HookSet:
         found = []
         for hook in hooks:
             version = installed_version(hook.distribution)
-            if not SpecifierSet(hook.versions).contains(version, prereleases=True):
+            known = SpecifierSet(hook.versions).contains(version, prereleases=True)
+            if not known and not allow_unknown():
                 self.log.append(
                     f"skipped {hook.id}: {hook.distribution} {version} is outside {hook.versions}"
                 )

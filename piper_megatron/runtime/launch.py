@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from piper_megatron.errors import LaunchError
-from piper_megatron.runtime.hooks import installed_version
+from piper_megatron.runtime.hooks import require_known_megatron
 from piper_megatron.runtime.user_errors import (
     ERROR_FILE,
     USAGE_ERROR,
@@ -42,7 +42,7 @@ def run_script(script: str, argv: list[str]) -> None:
 
     if not Path(script).is_file():
         raise LaunchError(f"no training script {script}; give the path of a Python file")
-    installed_version("megatron-core")
+    require_known_megatron()
     _require_device(argv)
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -6,7 +6,7 @@ from datetime import timedelta
 from functools import wraps
 
 from piper_megatron.runtime.arguments import add_piper_group, resolve
-from piper_megatron.runtime.hooks import Hook, HookSet
+from piper_megatron.runtime.hooks import Hook, HookSet, require_known_megatron
 from piper_megatron.runtime.user_errors import one_line_errors
 
 
@@ -103,6 +103,7 @@ def register() -> None:
         return
     from piper_megatron.runtime import cpu
 
+    require_known_megatron()
     if switched_on("PIPER_CPU") and not cpu.is_enabled():
         cpu.enable()
         _say_once(cpu.describe())
