@@ -91,12 +91,16 @@ class Run:
     @property
     def losses(self) -> list[float]:
         """The exact `lm loss` of every iteration."""
-        return [step["losses"]["lm loss"] for step in self.iterations[-1]]
+        return [step["losses"]["lm loss"] for step in self._last_stage()]
 
     @property
     def grad_norms(self) -> list[float]:
         """The exact gradient norm of every iteration."""
-        return [step["grad_norm"] for step in self.iterations[-1]]
+        return [step["grad_norm"] for step in self._last_stage()]
+
+    def _last_stage(self) -> list[dict[str, Any]]:
+        """Iterations of a rank that knows the losses; a placement moves it about."""
+        return next(steps for steps in self.iterations if steps and steps[0]["losses"])
 
 
 class RankServer:

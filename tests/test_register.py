@@ -108,7 +108,7 @@ def test_a_grid_trains_on_other_releases(release):
     output = "".join(run.outputs)
     assert "Piper grid 2x2" in output
     assert "piper_megatron: applied initialize.distributed" in output
-    assert len(max(run.iterations, key=len)) == 2
+    assert len(run.losses) == 2
 
 
 @pytest.mark.parametrize("release", [*OTHER_RELEASES, INSTALLED])
