@@ -55,14 +55,9 @@ def run_raw(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    try:
-        from torch.distributed.run import get_args_parser
-    except ImportError:
-        raise LaunchError(
-            "training needs torch and Megatron; install them with: "
-            "pip install 'piper-megatron[train]'"
-        ) from None
-    parser = get_args_parser()
+    from piper_megatron.runtime.launch import torchrun_parser
+
+    parser = torchrun_parser()
     parser.prog = "piper-megatron run"
     # told in USAGE
     parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)

@@ -50,6 +50,22 @@ def run_script(script: str, argv: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+def torchrun_parser() -> argparse.ArgumentParser:
+    """Torchrun's own options.
+
+    Raises:
+        LaunchError: torch is not installed.
+    """
+    try:
+        from torch.distributed.run import get_args_parser
+    except ImportError:
+        raise LaunchError(
+            "training needs torch and Megatron; install them with: "
+            "pip install 'piper-megatron[train]'"
+        ) from None
+    return get_args_parser()
+
+
 def launch_workers(options: argparse.Namespace) -> int:
     """Runs torchrun with our workers; a usage error of any number of workers is printed once.
 
