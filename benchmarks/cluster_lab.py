@@ -50,6 +50,7 @@ ORDERS: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
 }
 # A rank that fails leaves its peers in a collective; this long they may report why they stop.
 GRACE_S = 5.0
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _serial = itertools.count()
 
 
@@ -313,7 +314,10 @@ def _is_orphan(namespace: str) -> bool:
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program like SIGINT does: through its `finally` blocks."""
+    """Signals end the program through its `finally` blocks.
+
+    SIGINT too: a shell that starts the program in the background lets it inherit "ignore".
+    """
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -321,7 +325,7 @@ def _signals_as_exceptions() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers, and it alone receives signals
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, stop) for number in _ENDING_SIGNALS}
     try:
         yield
     finally:
