@@ -15,8 +15,8 @@ import numpy as np
 
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.placement import place
-from piper_megatron.layout.topology import Level, Location, Node, Topology
 from piper_megatron.layout.traffic import traffic_of
+from piper_megatron.platform.topology import Level, Location, Node, Topology
 
 NODES, RANKS_PER_NODE = 9408, 8
 LAYOUTS = (

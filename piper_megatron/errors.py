@@ -1,5 +1,8 @@
 """Errors that are the user's to mend: one line that names the thing and the fix."""
 
+# exit code of a command or job that stops with one of them
+USAGE_ERROR = 2
+
 
 class PiperError(ValueError):
     """Base of every error that a command or a training job reports in one line (exit code 2)."""

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piper_megatron.errors import TopologyError
-from piper_megatron.layout.topology import Location, Topology
 from piper_megatron.platform import observation
 from piper_megatron.platform.discovery import (
     JobObservation,
@@ -20,6 +19,7 @@ from piper_megatron.platform.discovery import (
     resolve_topology,
 )
 from piper_megatron.platform.slurm import parse_address, topology_paths
+from piper_megatron.platform.topology import Location, Topology
 
 # two leaf switches under one spine, as `scontrol show topology` prints them
 TREE = """\

@@ -7,8 +7,8 @@ import pytest
 
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.placement import place, read_placement_file
-from piper_megatron.layout.topology import Level, Location, Node, Topology
 from piper_megatron.layout.traffic import traffic_of
+from piper_megatron.platform.topology import Level, Location, Node, Topology
 from piper_megatron.report.grid_map import grid_map_json, render_grid_map
 from piper_megatron.report.network import render_topology
 from piper_megatron.report.text import count, fold, percent, seconds

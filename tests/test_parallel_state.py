@@ -9,8 +9,8 @@ from tiny import SCRIPT, tiny_command
 
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.placement import Placement, place
-from piper_megatron.layout.topology import Level, Location, Node, Topology
 from piper_megatron.layout.traffic import traffic_of
+from piper_megatron.platform.topology import Level, Location, Node, Topology
 from piper_megatron.runtime.parallel_state import node_and_rail_ranks
 
 # launcher rank 0 opens the store on n1; logical rank 0 will be on n0

@@ -19,8 +19,8 @@ from piper_megatron.layout.placement import (
     read_placement_file,
     write_placement_file,
 )
-from piper_megatron.layout.topology import Level, Location, Node, Topology
 from piper_megatron.layout.traffic import Flow, Pattern, Traffic, traffic_of
+from piper_megatron.platform.topology import Level, Location, Node, Topology
 
 LEVELS = (
     Level("pair", 200, ranks=2),

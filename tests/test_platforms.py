@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piper_megatron.errors import TopologyError
-from piper_megatron.layout.topology import NODE, Location
 from piper_megatron.platform.platform import (
     Platform,
     list_platforms,
     load_platform,
     topology_of_hosts,
 )
+from piper_megatron.platform.topology import NODE, Location
 
 NAMES = """
     frontier lumi-g aurora perlmutter-a100-80 perlmutter-a100-40 alps polaris dgx-a100 dgx-h100

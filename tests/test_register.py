@@ -11,6 +11,7 @@ from tiny import ROOT, SCRIPT, tiny_command
 
 OTHER_RELEASES = ("0.17.1", "0.18.2")
 INSTALLED = "0.19.2"
+PACKAGE = ROOT / "piper_megatron"
 
 
 def wheel(release: str) -> Path:
@@ -147,23 +148,28 @@ def patched_tree(source: Path, patch: Path, folder: Path) -> Path:
     return folder
 
 
-def imported_packages(path: Path) -> set[str]:
-    """Top-level packages that a file imports anywhere, in its functions too."""
-    packages = set()
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports anywhere, in its functions too."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            packages |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            packages.add(node.module.partition(".")[0])
-    return packages
+            modules.add(node.module)
+    return modules
 
 
 def test_planning_parts_import_neither_torch_nor_megatron():
-    files = [
-        path
-        for path in (ROOT / "piper_megatron").rglob("*.py")
-        if not {"runtime", "bench"} & set(path.parts)
-    ]
+    files = [path for path in PACKAGE.rglob("*.py") if not {"runtime", "bench"} & set(path.parts)]
     assert len(files) > 20
-    assert not [path for path in files if imported_packages(path) & {"torch", "megatron"}]
-    assert "torch" in imported_packages(ROOT / "piper_megatron" / "runtime" / "launch.py")
+    for path in files:
+        assert not {name.partition(".")[0] for name in imports(path)} & {"torch", "megatron"}, path
+    assert "torch" in imports(PACKAGE / "runtime" / "model_sizes.py")
+
+
+def test_arrows_between_layers_go_down_only():
+    layers = ["cli", "report", "layout", "platform"]
+    for depth, layer in enumerate(layers):
+        above = tuple(f"piper_megatron.{name}" for name in layers[:depth])
+        for path in (PACKAGE / layer).rglob("*.py"):
+            assert not [name for name in imports(path) if name.startswith(above)], path

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piper_megatron.errors import TopologyError
-from piper_megatron.layout.topology import Level, Location, Node, Topology
+from piper_megatron.platform.topology import Level, Location, Node, Topology
 from piper_megatron.platform.topology_file import read_topology, write_topology
 
 LEVELS = (

@@ -16,7 +16,6 @@ from piper_megatron.layout.crossing import (
     meeting_shares,
 )
 from piper_megatron.layout.grid import ParallelLayout
-from piper_megatron.layout.topology import Level, Location, Node, Topology
 from piper_megatron.layout.traffic import (
     DEFAULT_MODEL,
     Flow,
@@ -25,6 +24,7 @@ from piper_megatron.layout.traffic import (
     Traffic,
     traffic_of,
 )
+from piper_megatron.platform.topology import Level, Location, Node, Topology
 
 TINY = ModelSizes(
     name="tiny",

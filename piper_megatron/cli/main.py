@@ -15,10 +15,10 @@ from importlib import import_module
 from types import ModuleType
 
 from piper_megatron import __version__, cli
-from piper_megatron.errors import PiperError
+from piper_megatron.errors import USAGE_ERROR, PiperError
+from piper_megatron.switches import switched_on
 
 PROGRAM = "piper-megatron"
-USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PiperError as error:
-        if os.environ.get("PIPER_DEBUG"):
+        if switched_on("PIPER_DEBUG"):
             raise
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -11,7 +11,7 @@ from piper_megatron.errors import LayoutError, PiperError, TopologyError
 
 if TYPE_CHECKING:
     from piper_megatron.layout.grid import ParallelLayout
-    from piper_megatron.layout.topology import Location, Topology
+    from piper_megatron.platform.topology import Location, Topology
 
 NAME = "topology"
 HELP = "show nodes and network levels, and the grid map of a job that would run there"
@@ -170,7 +170,7 @@ def _ranks_per_node(args: argparse.Namespace) -> int:
 
 def _locations(hosts: Sequence[str], ranks_per_node: int, order: str) -> "list[Location]":
     """The location of each launcher rank."""
-    from piper_megatron.layout.topology import Location
+    from piper_megatron.platform.topology import Location
 
     if order == "round-robin":
         return [Location(host, i) for i in range(ranks_per_node) for host in hosts]

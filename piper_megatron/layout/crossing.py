@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from piper_megatron.layout.grid import ParallelLayout
-from piper_megatron.layout.topology import Topology
 from piper_megatron.layout.traffic import Pattern, Traffic
+from piper_megatron.platform.topology import Topology
 
 # what reports speak of: an expert group of an ETP > 1 job is the whole tp-ep group
 REPORTED_KINDS = ("tp", "cp", "tp_ep", "pp", "dp", "edp")

@@ -29,8 +29,8 @@ from piper_megatron.errors import PlacementError
 from piper_megatron.layout.crossing import bytes_by_level, communication_seconds, mean_reach
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.packing import merge_domains, pack, tree_order
-from piper_megatron.layout.topology import Location, Topology
 from piper_megatron.layout.traffic import Traffic
+from piper_megatron.platform.topology import Location, Topology
 
 POLICIES = ("auto", "block", "none")
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from piper_megatron.errors import TopologyError
-from piper_megatron.layout.topology import MACHINE, NODE, Level, Topology
 from piper_megatron.platform.domains import DomainPaths, assemble, paths_of_one_word, xname_paths
 from piper_megatron.platform.nodesets import describe, in_natural_order
 from piper_megatron.platform.observation import (
@@ -34,6 +33,7 @@ from piper_megatron.platform.platform import (
     topology_of_seen,
 )
 from piper_megatron.platform.slurm import Address, address_paths, parse_address, topology_paths
+from piper_megatron.platform.topology import MACHINE, NODE, Level, Topology
 from piper_megatron.platform.topology_file import read_topology
 
 __all__ = [

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from piper_megatron.layout.topology import NODE, Level, Node, Topology
 from piper_megatron.platform.nodesets import describe
+from piper_megatron.platform.topology import NODE, Level, Node, Topology
 
 XNAME = re.compile(r"(?P<cabinet>x\d+)(?P<chassis>c\d+)s\d+b\d+n\d+")
 

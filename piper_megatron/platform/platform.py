@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
 from piper_megatron.errors import TopologyError
-from piper_megatron.layout.topology import NODE, Level, Topology
 from piper_megatron.platform.domains import XNAME, DomainPaths, assemble
 from piper_megatron.platform.strict import StrictModel, closest, nearest, read_model, read_yaml
+from piper_megatron.platform.topology import NODE, Level, Topology
 
 Evidence = Literal["measured", "published", "fitted", "assumed"]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")]

@@ -9,7 +9,7 @@ from rich.table import Table
 from piper_megatron.layout.crossing import crossing_shares
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.placement import Placement, logical_ranks_of_hosts
-from piper_megatron.layout.topology import Location, Topology
+from piper_megatron.platform.topology import Location, Topology
 from piper_megatron.report.text import count, facts, fold, percent, render, seconds, table
 
 MAX_NODES = 32

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from piper_megatron.layout.topology import Node, Topology
 from piper_megatron.platform.nodesets import fold
 from piper_megatron.platform.platform import Platform
+from piper_megatron.platform.topology import Node, Topology
 from piper_megatron.report.text import count, facts, render, table
 
 MAX_DOMAINS = 40

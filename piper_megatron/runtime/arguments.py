@@ -10,8 +10,6 @@ from typing import NoReturn
 from piper_megatron.errors import LayoutError, PiperError
 from piper_megatron.layout.grid import ParallelLayout, parse_grid
 
-PLACEMENTS = ("auto", "block", "none")
-
 
 def add_piper_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the `piper` group; its values stay strings so that checkpoints load without the plug-in.

@@ -7,7 +7,6 @@ is made from the original. A set is applied as a whole or not at all.
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from piper_megatron.errors import HookError
+from piper_megatron.switches import switched_on
 
 MEGATRON = "megatron-core"
 MEGATRON_VERSIONS = ">=0.17.1,<0.20"
@@ -86,17 +86,14 @@ def require_known_megatron() -> None:
         HookError: Megatron is missing, or its release is outside `MEGATRON_VERSIONS`.
     """
     version = installed_version(MEGATRON)
-    if version not in SpecifierSet(MEGATRON_VERSIONS, prereleases=True) and not allow_unknown():
+    if version not in SpecifierSet(MEGATRON_VERSIONS, prereleases=True) and not switched_on(
+        "PIPER_ALLOW_UNKNOWN"
+    ):
         raise HookError(
             f"megatron-core {version} is outside {MEGATRON_VERSIONS}, the releases that "
             "piper_megatron knows; install one of them, set PIPER_ALLOW_UNKNOWN=1 to try this one, "
             "or PIPER_DISABLE=1 to train without piper_megatron"
         )
-
-
-def allow_unknown() -> bool:
-    """Whether the user wants hooks to be tried on releases that they do not know."""
-    return os.environ.get("PIPER_ALLOW_UNKNOWN", "0") not in ("", "0")
 
 
 class HookSet:
@@ -129,7 +126,7 @@ class HookSet:
         for hook in hooks:
             version = installed_version(hook.distribution)
             known = SpecifierSet(hook.versions).contains(version, prereleases=True)
-            if not known and not allow_unknown():
+            if not known and not switched_on("PIPER_ALLOW_UNKNOWN"):
                 self.log.append(
                     f"skipped {hook.id}: {hook.distribution} {version} is outside {hook.versions}"
                 )

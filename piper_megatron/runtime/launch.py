@@ -12,14 +12,14 @@ import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from piper_megatron.errors import LaunchError
+from piper_megatron.errors import USAGE_ERROR, LaunchError
 from piper_megatron.runtime.hooks import require_known_megatron
 from piper_megatron.runtime.user_errors import (
     ERROR_FILE,
-    USAGE_ERROR,
     one_line_errors,
     reported_error,
 )
+from piper_megatron.switches import switched_on
 
 _TORCHRUN_LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
@@ -126,8 +126,6 @@ def adopt_slurm(environ: MutableMapping[str, str]) -> None:
 def _require_device(argv: list[str]) -> None:
     """Training needs a GPU or the CPU backend; the script's `--help` needs neither."""
     import torch
-
-    from piper_megatron.runtime.register import switched_on
 
     if switched_on("PIPER_CPU") or {"-h", "--help"} & set(argv):
         return

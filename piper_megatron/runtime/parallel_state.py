@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from piper_megatron.errors import LayoutError, PiperError
 from piper_megatron.layout.grid import ParallelLayout
-from piper_megatron.layout.placement import Placement, place, read_placement_file
-from piper_megatron.layout.topology import Location, Topology
+from piper_megatron.layout.placement import POLICIES, Placement, place, read_placement_file
 from piper_megatron.layout.traffic import traffic_of
 from piper_megatron.platform.discovery import (
     JobObservation,
@@ -26,8 +25,9 @@ from piper_megatron.platform.discovery import (
     observe_node,
     resolve_topology,
 )
+from piper_megatron.platform.topology import Location, Topology
 from piper_megatron.report.grid_map import render_grid_map
-from piper_megatron.runtime.arguments import PLACEMENTS, layout_of, uses_piper
+from piper_megatron.runtime.arguments import layout_of, uses_piper
 from piper_megatron.runtime.model_sizes import model_sizes
 from piper_megatron.runtime.rendezvous import agree, comparable, job_store, same_as_rank_0
 
@@ -157,7 +157,7 @@ def _placement(
 ) -> Placement:
     policy = args.piper_placement or "none"
     traffic = traffic_of(layout, model_sizes(args))
-    if policy in PLACEMENTS:
+    if policy in POLICIES:
         return place(layout, topology, physical, traffic, policy)
     return read_placement_file(policy, layout, topology, physical, traffic)
 
@@ -172,9 +172,8 @@ def _refuse_own_renumbering(args: argparse.Namespace) -> None:
 def _refuse_flex(args: argparse.Namespace, placement: Placement) -> None:
     if not placement.contiguous and args.moe_token_dispatcher_type == "flex":
         raise PiperError(
-            "--moe-token-dispatcher-type flex takes rank // local size for the node, which does "
-            "not hold here (see 'contiguous' under --piper-placement in the docs); use alltoall, "
-            "or an allocation with equal ranks per node and --piper-placement auto"
+            f"--moe-token-dispatcher-type flex: {placement.notes[-1]}; use alltoall, or equal "
+            "numbers of ranks on all nodes with --piper-placement auto"
         )
 
 

@@ -8,6 +8,7 @@ from functools import wraps
 from piper_megatron.runtime.arguments import add_piper_group, resolve
 from piper_megatron.runtime.hooks import Hook, HookSet, require_known_megatron
 from piper_megatron.runtime.user_errors import one_line_errors
+from piper_megatron.switches import switched_on
 
 
 def _add_group(original: Callable) -> Callable:
@@ -90,11 +91,6 @@ HOOKS = (
 _hooks = HookSet("megatron")
 _in_source: set[str] = set()
 _said: set[str] = set()
-
-
-def switched_on(variable: str) -> bool:
-    """Whether an environment variable such as `PIPER_DISABLE` is set to something but 0."""
-    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def register() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from piper_megatron.errors import PiperError
+from piper_megatron.errors import USAGE_ERROR, PiperError
+from piper_megatron.switches import switched_on
 
-USAGE_ERROR = 2
 # set by a launcher of ours, which prints what the first of its workers to fail wrote there
 ERROR_FILE = "PIPER_ERROR_FILE"
 
@@ -20,7 +20,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except PiperError as error:
-        if os.environ.get("PIPER_DEBUG"):
+        if switched_on("PIPER_DEBUG"):
             raise
         _report(error)
         sys.exit(USAGE_ERROR)
