@@ -30,3 +30,11 @@ class CpuBackendError(PiperError):
 
 class LaunchError(PiperError):
     """The job's environment does not say which rank of how many this process is."""
+
+
+class WorkloadError(PiperError):
+    """A model, batch or Megatron argument that cannot be read or contradicts another one."""
+
+
+class PlatformError(PiperError):
+    """A platform does not say what an estimate needs of it."""

@@ -13,7 +13,7 @@ from pydantic import model_validator
 from piper_megatron.errors import TopologyError
 from piper_megatron.platform.domains import XNAME
 from piper_megatron.platform.nodesets import expand
-from piper_megatron.platform.strict import StrictModel
+from piper_megatron.strict import StrictModel
 
 XNAME_FILE = Path("/etc/cray/xname")
 SCONTROL_TIMEOUT_S = 20.0

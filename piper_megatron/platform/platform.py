@@ -15,7 +15,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model
 
 from piper_megatron.errors import TopologyError
 from piper_megatron.platform.domains import XNAME, DomainPaths, assemble
-from piper_megatron.platform.strict import StrictModel, closest, nearest, read_model, read_yaml
+from piper_megatron.strict import StrictModel, closest, nearest, read_model, read_yaml
 from piper_megatron.platform.topology import NODE, Level, Topology
 
 Evidence = Literal["measured", "published", "fitted", "assumed"]

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from piper_megatron.errors import TopologyError
+from piper_megatron.errors import PiperError, TopologyError
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -40,38 +40,41 @@ class StrictModel(BaseModel):
         return data
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, error_class: type[PiperError] = TopologyError) -> Any:
     """What a YAML file holds; an empty mapping for an empty file.
 
     Raises:
-        TopologyError: one line that names the file.
+        PiperError: of the given class; one line that names the file.
     """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise TopologyError(f"cannot read {path}: {reason}") from None
+        raise error_class(f"cannot read {path}: {reason}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "syntax error"
-        raise TopologyError(f"{path}{line}: not valid YAML: {problem}") from None
+        raise error_class(f"{path}{line}: not valid YAML: {problem}") from None
     return {} if data is None else data
 
 
-def read_model[Model: StrictModel](path: Path, model: type[Model]) -> Model:
+def read_model[Model: StrictModel](
+    path: Path, model: type[Model], error_class: type[PiperError] = TopologyError
+) -> Model:
     """Reads one YAML file.
 
     Raises:
-        TopologyError: one line that names the file, the key and what is wrong.
+        PiperError: of the given class; one line that names the file, the key and what is wrong.
     """
     try:
-        return model.model_validate(read_yaml(path))
+        return model.model_validate(read_yaml(path, error_class))
     except ValidationError as error:
-        raise TopologyError(f"{path}: {_first_problem(error)}") from None
+        raise error_class(f"{path}: {first_problem(error)}") from None
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's complaints as one line: the key, and what is wrong with it."""
     problem = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
     what = problem["msg"].removeprefix("Value error, ")
