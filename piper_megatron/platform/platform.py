@@ -15,8 +15,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model
 
 from piper_megatron.errors import TopologyError
 from piper_megatron.platform.domains import XNAME, DomainPaths, assemble
-from piper_megatron.strict import StrictModel, closest, nearest, read_model, read_yaml
 from piper_megatron.platform.topology import NODE, Level, Topology
+from piper_megatron.strict import StrictModel, closest, nearest, read_model, read_yaml
 
 Evidence = Literal["measured", "published", "fitted", "assumed"]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
