@@ -1,0 +1,99 @@
+"""The estimate: what a job will need, as reports and JSON show it."""
+
+from piper_megatron.strict import StrictModel
+
+GIB = 2**30
+
+
+class Parameters(StrictModel):
+    """Parameter counts.
+
+    Attributes:
+        total: of the whole model, every weight once, with the unpadded vocabulary.
+        active: of those, the ones that a token meets.
+        per_stage: on one rank of each stage.
+    """
+
+    total: int
+    active: int
+    per_stage: tuple[int, ...]
+
+
+class StageMemory(StrictModel):
+    """Device memory of the most loaded rank of one stage, GiB = 2^30 bytes.
+
+    Attributes:
+        stage: pipeline rank.
+        weights_gib, gradients_gib, optimizer_gib: resident between steps.
+        activations_gib: saved for the backward pass when the peak is reached, routed rows apart.
+        logits_gib: output layer and loss when the peak is reached.
+        dispatch_gib: routed rows of experts and their exchange when the peak is reached.
+        communicators_gib: buffers of NCCL or RCCL and the device context, outside torch's allocator.
+        peak_gib: what torch.cuda.max_memory_allocated would say.
+        reserved_gib: what torch.cuda.max_memory_reserved would say.
+        peaks_gib: the largest allocation in each phase of a step; `peak_gib` is their maximum.
+    """
+
+    stage: int
+    weights_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    logits_gib: float
+    dispatch_gib: float
+    communicators_gib: float
+    peak_gib: float
+    reserved_gib: float
+    peaks_gib: dict[str, float]
+
+
+class Memory(StrictModel):
+    """Memory of a job.
+
+    Attributes:
+        stages: one for every pipeline rank.
+        peak_gib, worst_stage: the largest of them.
+        capacity_gib: of the device; None without a platform's.
+        fits: the reserve of every stage and the communicators are within the capacity.
+    """
+
+    stages: tuple[StageMemory, ...]
+    peak_gib: float
+    worst_stage: int
+    capacity_gib: float
+    fits: bool
+
+
+class Time(StrictModel):
+    """Time of a training step.
+
+    Attributes:
+        step_s: from one optimizer step to the next.
+        tflops_per_gpu, mfu: by Megatron's count of floating-point operations, 1e12 a second; the
+            share of the device's dense peak in the training precision.
+        xmoe_tflops_per_gpu: the same step by X-MoE's count.
+        tokens_per_s_per_gpu: of the whole sequence, padding included.
+        parts: seconds of the slowest stage by part; they add up to `step_s`.
+    """
+
+    step_s: float
+    tflops_per_gpu: float
+    mfu: float
+    xmoe_tflops_per_gpu: float
+    tokens_per_s_per_gpu: float
+    parts: dict[str, float]
+
+
+class Estimate(StrictModel):
+    """All of it, with what was assumed and where the machine's numbers come from.
+
+    Attributes:
+        assumptions: one sentence each.
+        evidence: number of the platform -> measured, published, fitted or assumed.
+    """
+
+    parameters: Parameters
+    memory: Memory
+    time: Time
+    assumptions: tuple[str, ...]
+    evidence: dict[str, str]
