@@ -103,6 +103,7 @@ class ModelSpec(StrictModel):
         moe_layers: per decoder layer, whether it has experts.
         experts: None in a dense model.
         mtp_layers: multi-token-prediction layers behind the decoder.
+        mtp_repeated: these are one and the same layer, applied `mtp_layers` times.
         vocab: rows of the embedding before padding.
         vocab_divisor: the padded vocabulary is a multiple of this times TP.
         tied_embeddings: the output layer is the embedding.
@@ -120,6 +121,7 @@ class ModelSpec(StrictModel):
     moe_layers: tuple[bool, ...] = Field(min_length=1)
     experts: Experts | None = None
     mtp_layers: NonNegativeInt = 0
+    mtp_repeated: bool = False
     vocab: PositiveInt
     vocab_divisor: PositiveInt = 128
     tied_embeddings: bool = True
