@@ -15,12 +15,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model
 
 from piper_megatron.errors import TopologyError
 from piper_megatron.platform.domains import XNAME, DomainPaths, assemble
+from piper_megatron.platform.evidence import Evidence, Name, Text
 from piper_megatron.platform.topology import NODE, Level, Topology
+from piper_megatron.platform.transfer import BETWEEN_NODES, INSIDE_NODE, Transfer
 from piper_megatron.strict import StrictModel, closest, nearest, read_model, read_yaml
-
-Evidence = Literal["measured", "published", "fitted", "assumed"]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
-Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 
 
 class NetworkLevel(StrictModel):
@@ -32,6 +30,7 @@ class NetworkLevel(StrictModel):
             that they meet at this level.
         ranks: ranks in one domain; levels inside a node have it.
         nodes: nodes in one full domain; levels between the node and the outermost may have it.
+        transfer: latencies and message-size curve; assumed where a file does not give them.
         evidence: of `gbps`.
         source: where the numbers come from, or how they follow from what is published.
     """
@@ -40,6 +39,7 @@ class NetworkLevel(StrictModel):
     gbps: PositiveFloat
     ranks: PositiveInt | None = None
     nodes: PositiveInt | None = None
+    transfer: Transfer | None = None
     evidence: Evidence
     source: Text
 
@@ -188,10 +188,21 @@ class Platform(StrictModel):
         """Levels of a topology, innermost first."""
         return tuple(level.level() for level in self.levels)
 
+    @property
+    def node_level(self) -> int:
+        """Index of the level `node`."""
+        return [level.name for level in self.levels].index(NODE)
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Latencies and message-size curve of every level, innermost first."""
+        return tuple(
+            level.transfer or (INSIDE_NODE if i <= self.node_level else BETWEEN_NODES)
+            for i, level in enumerate(self.levels)
+        )
+
     def _labelled(self) -> tuple[NetworkLevel, ...]:
         """Levels between the node and the outermost, outermost first."""
-        names = [level.name for level in self.levels]
-        return self.levels[names.index(NODE) + 1 : -1][::-1]
+        return self.levels[self.node_level + 1 : -1][::-1]
 
     def domain_paths(self, seen: Mapping[str, Mapping[str, str]]) -> DomainPaths:
         """Domains of hosts by the rule that covers most of them, the first such rule.
