@@ -20,8 +20,8 @@ import yaml
 from pydantic import PositiveFloat, PositiveInt
 
 from piper_megatron.errors import TopologyError
-from piper_megatron.platform.nodesets import expand, fold
 from piper_megatron.platform.evidence import Evidence, Name, Text
+from piper_megatron.platform.nodesets import expand, fold
 from piper_megatron.platform.platform import is_path, load_platform
 from piper_megatron.platform.topology import Level, Node, Topology
 from piper_megatron.strict import StrictModel, nearest, read_model
