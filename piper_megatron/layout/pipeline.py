@@ -222,7 +222,7 @@ def _ends(first: int | None, last: int | None) -> str:
 
 
 def _layout_of_text(text: str, layers: int, pp: int, vpp: int, mtp_layers: int) -> PipelineLayout:
-    stages = _stages_of_text(text)
+    stages = stages_of_text(text)
     advice = _balanced_advice(layers, pp, vpp, mtp_layers)
     if len(stages) % pp:
         raise LayoutError(
@@ -252,7 +252,7 @@ def _layout_of_text(text: str, layers: int, pp: int, vpp: int, mtp_layers: int) 
     return PipelineLayout(tuple(tuple(chunks[rank::pp]) for rank in range(pp)))
 
 
-def _stages_of_text(text: str) -> list[str]:
+def stages_of_text(text: str) -> list[str]:
     """One text of `E`, `t`, `m` and `L` for each stage, as `parse_str_to_list` unrolls it."""
     expanded = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
