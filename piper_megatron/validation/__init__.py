@@ -1,0 +1,1 @@
+"""Published measurements, and how close the resource model comes to them."""
