@@ -228,9 +228,9 @@ def simulate(schedule: Schedule, times: PassTimes) -> Timeline:
     A pass starts when its rank is free and its input has arrived. A tensor leaves when the pass
     that makes it ends, takes its boundary's time, and does not wait for the receiver. A sender that
     does not overlap stands still meanwhile: after each pass, or in the interleaved steady phase
-    after both passes of a slot, whose tensors go together. An overlapped forward send stands still too,
-    since Megatron waits for it before it frees the tensor (`schedules.py:pp_post_forward`, 0.18.2
-    and 0.19.2), except beside a backward pass, where a side stream does the waiting.
+    after both passes of a slot, whose tensors go together. An overlapped forward send stands still
+    too, since Megatron waits for it before it frees the tensor (`schedules.py:pp_post_forward`,
+    0.18.2 and 0.19.2), except beside a backward pass, where a side stream does the waiting.
     """
     ranks = [_Rank(schedule, times, rank) for rank in range(schedule.pp)]
     for rank, this in enumerate(ranks):
