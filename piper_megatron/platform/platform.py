@@ -1,7 +1,7 @@
 """Platforms: what is known of a machine, with the evidence for every number.
 
 A platform is one YAML file. The library next to this module holds the known ones; a path names any
-other. `docs/topology.md` describes the format.
+other. `docs/topology.md` describes the network's part of the format, `docs/platforms.md` the rest.
 """
 
 import re
@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
-from piper_megatron.errors import TopologyError
+from piper_megatron.errors import PlatformError, TopologyError
+from piper_megatron.platform.accelerator import Accelerator
 from piper_megatron.platform.domains import XNAME, DomainPaths, assemble
 from piper_megatron.platform.evidence import Evidence, Name, Text
 from piper_megatron.platform.topology import NODE, Level, Topology
@@ -141,6 +142,7 @@ class Platform(StrictModel):
             or the server in PBS_JOBID), by which a job recognises the machine.
         levels: nested network levels, innermost first; one is called `node`, the last one holds
             the whole machine.
+        accelerator: what a rank drives; None where only the network is known.
         hosts: rules for the domains above a node, in order of preference.
         environment: variables that every job should set.
         job_script: lines that every job script should have.
@@ -152,6 +154,7 @@ class Platform(StrictModel):
     ranks_per_node: PositiveInt
     cluster: re.Pattern[str] | None = None
     levels: tuple[NetworkLevel, ...]
+    accelerator: Accelerator | None = None
     hosts: tuple[HostRule, ...] = ()
     environment: tuple[Setting, ...] = ()
     job_script: tuple[ScriptLine, ...] = ()
@@ -183,6 +186,28 @@ class Platform(StrictModel):
                         f"group (?P<{name}>...), or a group 'index' and 'nodes' to the level"
                     )
         return self
+
+    def need_accelerator(self) -> Accelerator:
+        """The accelerator, for an estimate.
+
+        Raises:
+            PlatformError: the platform has none.
+        """
+        if self.accelerator is None:
+            raise PlatformError(
+                f"platform {self.name} has no key 'accelerator', which an estimate needs; name one "
+                f"of the library (accelerator: h100) or write one, see docs/platforms.md"
+            )
+        return self.accelerator
+
+    def evidence(self) -> dict[str, str]:
+        """Evidence label of every group of numbers that an estimate uses."""
+        labels = {}
+        for level in self.levels:
+            labels[f"{level.name} gbps"] = level.evidence
+            if level.transfer:
+                labels[f"{level.name} transfer"] = level.transfer.evidence
+        return self.need_accelerator().evidence() | labels
 
     def network(self) -> tuple[Level, ...]:
         """Levels of a topology, innermost first."""
@@ -294,10 +319,12 @@ def load_platform(name_or_path: str) -> Platform:
         return read_model(Path(name_or_path), Platform)
     if name_or_path in list_platforms():
         return read_model(_library() / f"{name_or_path}.yaml", Platform)
+    for name in list_platforms():
+        # most files are only looked at, since parsing them all takes longer than an estimate
+        text = (_library() / f"{name}.yaml").read_text(encoding="utf-8")
+        if name_or_path in text and name_or_path in load_platform(name).aliases:
+            return load_platform(name)
     platforms = [load_platform(name) for name in list_platforms()]
-    for platform in platforms:
-        if name_or_path in platform.aliases:
-            return platform
     hint = closest(name_or_path, [name for p in platforms for name in (p.name, *p.aliases)])
     raise TopologyError(
         f"unknown platform '{name_or_path}'{f', did you mean {hint}' if hint else ''}; platforms "
