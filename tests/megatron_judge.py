@@ -149,6 +149,7 @@ def _microbatches(args: argparse.Namespace) -> None:
 def _groups(args: argparse.Namespace) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
     args.use_gloo_process_groups = False
+    args.pipeline_model_parallel_comm_backend = None  # NCCL and UCC are not on a CPU
     global_vars.set_args(args)
     initialize._initialize_distributed(None, None, None)
 

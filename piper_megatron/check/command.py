@@ -118,7 +118,9 @@ class Command:
     @property
     def hybrid_pattern(self) -> str | None:
         """Layer pattern of a hybrid (Mamba) model."""
-        pattern = self.values.hybrid_layer_pattern or self.values.hybrid_override_pattern
+        pattern = self.values.hybrid_layer_pattern
+        if pattern is None:
+            pattern = self.values.hybrid_override_pattern
         mtp = self.values.mtp_hybrid_override_pattern
         if mtp is not None and self.values.mtp_num_layers and "/" not in (pattern or ""):
             return "/".join([pattern or "", *[mtp] * self.values.mtp_num_layers])
@@ -309,6 +311,19 @@ class Command:
         return "layer" if self.graph_impl == "local" else "none"
 
     # --- the environment ---
+
+    @property
+    def one_connection_is_wanted(self) -> bool:
+        """TP or CP before Blackwell: kernels must start in order (training/arguments.py:1413)."""
+        return (self.tp > 1 or self.cp > 1) and self.architecture <= BEFORE_BLACKWELL
+
+    @property
+    def one_connection_is_asserted(self) -> bool:
+        """Megatron stops unless CUDA_DEVICE_MAX_CONNECTIONS is 1; else it warns at most."""
+        fsdp = self.use_torch_fsdp2 or self.use_megatron_fsdp
+        return self.one_connection_is_wanted and not (
+            fsdp or self.overlap_moe_expert_parallel_comm
+        )
 
     def environment_is(self, name: str, value: str) -> bool | None:
         """Whether a variable is known to have a value; None when nothing is known of it."""

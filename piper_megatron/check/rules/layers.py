@@ -69,6 +69,17 @@ def fused_residual_needs_rmsnorm(c: Command) -> bool:
     return c.fused_residual_rmsnorm and c.normalization != "RMSNorm"
 
 
+@rule(
+    "init.xavier",
+    "training/argument_utils.py:376",
+    fix="drop --init-method-xavier-uniform",
+)
+def xavier_initialisation_is_broken(c: Command) -> bool:
+    """--init-method-xavier-uniform stops Megatron: it sets a field that its configuration has \
+    not."""
+    return c.init_method_xavier_uniform
+
+
 @rule("init.mup", f"{CONFIG}:2201", since="0.18.2", fix="--mup-base-hidden-size {c.hidden_size}")
 def mup_base_is_positive(c: Command) -> bool:
     """--mup-base-hidden-size {c.mup_base_hidden_size} must be positive."""

@@ -145,24 +145,12 @@ def virtual_stages_divide_a_ranks_layers(c: Command) -> Problem | None:
     if c.values.pipeline_model_parallel_layout is not None or c.split_layers % c.pp:
         return None
     per_rank = c.split_layers // c.pp
-    if each > 0 and per_rank % each == 0:
+    if per_rank % each == 0:
         return None
     return Problem(
         f"--num-layers-per-virtual-pipeline-stage {each} does not divide the {per_rank} layers of a "
         f"pipeline rank",
         f"--num-layers-per-virtual-pipeline-stage {nearest(each, divisors(per_rank))}",
-    )
-
-
-@rule("pipeline.virtual-count", f"{ARGUMENTS}:944", since="0.17.1")
-def virtual_stages_are_at_least_one(c: Command) -> Problem | None:
-    """A pipeline rank has at least one virtual stage."""
-    count = c.num_virtual_stages_per_pipeline_rank
-    if count is None or count >= 1:
-        return None
-    return Problem(
-        f"--num-virtual-stages-per-pipeline-rank {count}: a rank has at least 1",
-        "--num-virtual-stages-per-pipeline-rank 1",
     )
 
 
@@ -415,7 +403,6 @@ _SPLIT_RULES = (
     virtual_stages_are_given_one_way,
     uneven_stages_count_virtual_ones_per_rank,
     virtual_stages_divide_a_ranks_layers,
-    virtual_stages_are_at_least_one,
     interleaving_needs_ranks,
     uneven_split_excludes_accounting,
     uneven_split_comes_out,

@@ -76,6 +76,8 @@ def sizes_of_the_model_are_positive(c: Command) -> Problem | None:
         "--kv-channels": c.values.kv_channels,
         "--moe-router-topk": c.values.moe_router_topk,
         "--moe-ffn-hidden-size": c.values.moe_ffn_hidden_size,
+        "--num-layers-per-virtual-pipeline-stage": c.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": c.num_virtual_stages_per_pipeline_rank,
     }
     if c.values.group_query_attention:
         sizes["--num-query-groups"] = c.values.num_query_groups

@@ -166,6 +166,30 @@ def sharp_between_replicas_needs_instances(c: Command) -> bool:
     )
 
 
+@rule(
+    "sharp.broken",
+    "core/parallel_state.py:1806",
+    since="0.19.2",
+    fix="drop --use-sharp, or --sharp-enabled-group dp_replica with several optimizer instances",
+)
+def sharp_of_the_data_parallel_group_is_broken(c: Command) -> bool:
+    """--use-sharp stops Megatron-Core 0.19.2: it asks for the data-parallel group before that is \
+    built."""
+    return c.use_sharp and c.sharp_enabled_group in (None, "dp")
+
+
+@rule(
+    "connections.ucc",
+    "training/arguments.py:1437",
+    "core/parallel_state.py:1205",
+    fix="drop --pipeline-model-parallel-comm-backend ucc",
+)
+def ucc_and_tensor_parallelism_want_opposite_settings(c: Command) -> bool:
+    """Before Blackwell, TP {c.tp} and CP {c.cp} need CUDA_DEVICE_MAX_CONNECTIONS=1 and \
+    --pipeline-model-parallel-comm-backend ucc needs another value."""
+    return c.pipeline_model_parallel_comm_backend == "ucc" and c.one_connection_is_asserted
+
+
 @rule("context.hierarchy", "training/arguments.py:564", "core/parallel_state.py:1128")
 def context_levels_multiply_to_the_context_size(c: Command) -> Problem | None:
     """The levels of hierarchical context parallelism multiply to CP."""

@@ -68,6 +68,15 @@ def warmup_is_given_once(c: Command) -> bool:
     return bool((c.train_iters and c.lr_warmup_iters) or (c.train_samples and c.lr_warmup_samples))
 
 
+@rule("iterations.phases", f"{ARGUMENTS}:672", fix="give whole numbers separated by commas")
+def phases_are_iterations(c: Command) -> bool:
+    """--phase-transition-iterations '{c.phase_transition_iterations}' is not a list of numbers."""
+    text = c.phase_transition_iterations
+    return bool(text) and not all(
+        part.strip().removeprefix("-").isdigit() for part in text.split(",")
+    )
+
+
 @rule("learning.minimum", f"{ARGUMENTS}:1320", fix="--min-lr {c.lr} or less")
 def learning_rate_is_above_its_minimum(c: Command) -> bool:
     """--min-lr {c.min_lr} is more than --lr {c.lr}."""
