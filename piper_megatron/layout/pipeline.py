@@ -1,17 +1,16 @@
 """The pipeline layout: what every virtual stage of every pipeline rank holds."""
 
 import itertools
-import re
 from dataclasses import dataclass
 
 from piper_megatron.errors import LayoutError
+from piper_megatron.workload.layout_text import LAYOUT_FLAG as _LAYOUT
+from piper_megatron.workload.layout_text import stages_of_text
 
 _PIPELINE = "--pipeline-model-parallel-size"
 _VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 _FIRST = "--decoder-first-pipeline-num-layers"
 _LAST = "--decoder-last-pipeline-num-layers"
-_LAYOUT = "--pipeline-model-parallel-layout"
-_NO_MODEL_IS_LONGER = 100_000  # symbols of an expanded layout text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,25 +249,6 @@ def _layout_of_text(text: str, layers: int, pp: int, vpp: int, mtp_layers: int) 
         for start, stage in zip(starts, stages, strict=False)
     ]
     return PipelineLayout(tuple(tuple(chunks[rank::pp]) for rank in range(pp)))
-
-
-def stages_of_text(text: str) -> list[str]:
-    """One text of `E`, `t`, `m` and `L` for each stage, as `parse_str_to_list` unrolls it."""
-    expanded = text.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        length = sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, expanded))
-        if length > _NO_MODEL_IS_LONGER:
-            raise LayoutError(
-                f"{_LAYOUT} '{text}' unrolls to more than {_NO_MODEL_IS_LONGER:,} symbols"
-            )
-        expanded = re.sub(pattern, lambda m: m[1] * int(m[2]), expanded)
-    for symbol in expanded:
-        if symbol not in "EtmL|":
-            raise LayoutError(
-                f"{_LAYOUT} '{text}' has '{symbol}'; legal are E (embedding), t (decoder layer), "
-                "m (MTP layer), L (loss), | (next stage), x*n and (...)*n"
-            )
-    return expanded.split("|")
 
 
 def _text_problem(stages: list[str], layers: int, pp: int, mtp_layers: int) -> str | None:

@@ -174,8 +174,11 @@ class TrainingSpec(StrictModel):
 
     Attributes:
         precision: of weights and activations (`--bf16`, `--fp16`, else fp32).
-        main_grads_dtype: of the gradient buffers: fp32 unless the precision-aware optimizer says
-            bf16, or 16-bit training runs with `--grad-reduce-in-bf16`.
+        main_grads_dtype: of the gradient buffers: the precision's own where `--fp16`,
+            `--grad-reduce-in-bf16` or the precision-aware optimizer's `--main-grads-dtype bf16`
+            say so, else fp32.
+        use_layer_wise_distributed_optimizer: an optimizer such as Muon shards its states by whole
+            parameters.
         grad_reduce_in_fp32: gradients are accumulated and reduced in fp32.
         dispatcher: the MoE token dispatcher, Megatron's or one of `--piper-dispatcher`.
         flex_backend: of the `flex` dispatcher.
@@ -191,9 +194,10 @@ class TrainingSpec(StrictModel):
 
     optimizer: str = "adam"
     use_distributed_optimizer: bool = False
+    use_layer_wise_distributed_optimizer: bool = False
     num_distributed_optimizer_instances: PositiveInt = 1
     use_precision_aware_optimizer: bool = False
-    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    main_grads_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     exp_avg_dtype: Dtype = "fp32"
     exp_avg_sq_dtype: Dtype = "fp32"
