@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from piper_megatron.layout.job import Job
 from piper_megatron.layout.pipeline import Chunk
 from piper_megatron.layout.sizes import Number, Sizes
@@ -37,6 +39,7 @@ class Tensor:
         copies: one for each local expert, else 1.
         block: tensors with the same block are registered together, copy by copy.
         shared: a copy of the embedding that pipeline stages keep alike; has its own bucket.
+        layer: the decoder layer it belongs to, numbered from 0 over the model; None elsewhere.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Tensor:
     copies: Number = 1
     block: str = ""
     shared: bool = False
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,49 @@ def chunk_tensors(
     return _each_copy(_chunk_tensors(model, training, sizes, chunk))
 
 
+def stage_tensors(
+    model: ModelSpec,
+    training: TrainingSpec,
+    sizes: Sizes,
+    *,
+    dense_layers: Number,
+    moe_layers: Number,
+    embedding: Number,
+    mtp: Number,
+    loss: Number,
+) -> list[Tensor]:
+    """Parameters of a stage that is described by numbers, or of many stages at once.
+
+    Args:
+        model: what is trained.
+        training: decides which layers build it.
+        sizes: of one layout or of many.
+        dense_layers: decoder layers without experts.
+        moe_layers: decoder layers with experts.
+        embedding: 1 where the stage holds the input embedding, else 0.
+        mtp: 1 where it holds the multi-token-prediction layers, which need an embedding too.
+        loss: 1 where it holds the final norm and the output layer.
+    """
+    own_head = loss * (1 - embedding) if model.tied_embeddings else loss
+    depths = 1 if model.mtp_repeated else model.mtp_layers
+    parts = [
+        (_embedding(model, sizes, shared=False), np.maximum(embedding, mtp)),
+        (_norm("decoder.final_layernorm", model.hidden, model), loss),
+        ([_vocabulary("output_layer", model, sizes)], own_head),
+    ]
+    if not all(model.moe_layers):
+        parts.append((layer_tensors(model, training, sizes, moe=False), dense_layers))
+    if model.experts is not None:
+        parts.append((layer_tensors(model, training, sizes, moe=True), moe_layers))
+    if model.mtp_layers:
+        parts.append((mtp_tensors(model, training, sizes, moe=model.mtp_moe), mtp * depths))
+    return [
+        replace(tensor, copies=tensor.copies * times)
+        for tensors, times in parts
+        for tensor in tensors
+    ]
+
+
 def parameter_counts(job: Job) -> list[list[ParameterCount]]:
     """Parameters on one rank of every stage, [PP][VPP]; all ranks of a stage hold as many."""
     return [
@@ -132,23 +179,23 @@ def count(tensors: Iterable[Tensor], sizes: Sizes) -> ParameterCount:
     return ParameterCount(dense, expert)
 
 
-def buffer_bytes(model: ModelSpec, training: TrainingSpec, *, moe: bool) -> int:
-    """Bytes of a layer's state that is no parameter: counters and biases of the router.
+def router_bytes(model: ModelSpec, training: TrainingSpec) -> int:
+    """Bytes of a MoE layer's state that is no parameter: counters and the bias of its router.
 
-    megatron/core/transformer/moe/router.py: TopKRouter (0.19.2); all are fp32.
+    megatron/core/transformer/moe/router.py:TopKRouter (0.19.2). The bias stays fp32, counters take
+    the training precision with all else.
     """
-    if not moe:
-        return 0
     assert model.experts is not None
-    balanced_globally = any(
+    experts = model.experts.count
+    counts_globally = any(
         kind == "global_aux_loss" and coefficient > 0
         for kind, coefficient in zip(
             training.moe_router_load_balancing_type, training.moe_aux_loss_coeff, strict=False
         )
     )
-    floats = 2 * model.experts.count * model.experts.expert_bias
-    floats += (model.experts.count + 1) * balanced_globally
-    return 4 * floats
+    bias = 4 * experts if model.experts.expert_bias else 0
+    counters = experts * model.experts.expert_bias + (experts + 1) * counts_globally
+    return bias + counters * training.element_bytes
 
 
 def separate_experts(sizes: Sizes) -> Number:
@@ -203,7 +250,8 @@ def _chunk_tensors(
         for moe in {model.moe_layers[layer] for layer in chunk.layers}
     }
     for place, layer in enumerate(chunk.layers):
-        tensors += _prefixed(f"decoder.layers.{place}.", layers[model.moe_layers[layer]])
+        prefix = f"decoder.layers.{place}."
+        tensors += _prefixed(prefix, layers[model.moe_layers[layer]], layer=layer)
     if chunk.loss if not model.mtp_layers else model.layers - 1 in chunk.layers:
         tensors += _norm("decoder.final_layernorm", model.hidden, model)
     if chunk.mtp_layers:
@@ -398,9 +446,14 @@ def _weight(name: str, elements: Number) -> Tensor:
     return Tensor(name=f"{name}.weight", elements=elements, kind="linear")
 
 
-def _prefixed(prefix: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+def _prefixed(prefix: str, tensors: Iterable[Tensor], layer: int | None = None) -> list[Tensor]:
     return [
-        replace(tensor, name=prefix + tensor.name, block=tensor.block and prefix + tensor.block)
+        replace(
+            tensor,
+            name=prefix + tensor.name,
+            block=tensor.block and prefix + tensor.block,
+            layer=layer,
+        )
         for tensor in tensors
     ]
 
