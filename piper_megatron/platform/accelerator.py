@@ -133,11 +133,13 @@ class Host(Stated):
 
     Attributes:
         launch_s: host time for each kernel that PyTorch launches, Python's included.
+        step_s: host time of a training step beside launches: data, logging, scheduling.
         link_gbps: between host and device, GB/s in one direction.
         optimizer_gbps: CPU memory traffic of an Adam step on the host, GB/s for each rank.
     """
 
     launch_s: NonNegativeFloat
+    step_s: NonNegativeFloat
     link_gbps: PositiveFloat
     optimizer_gbps: PositiveFloat
 
