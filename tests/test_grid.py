@@ -11,7 +11,8 @@ from megatron.core import parallel_state as mpu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from piper_megatron.errors import LayoutError
-from piper_megatron.layout.grid import GROUPS, ParallelLayout, parse_grid
+from piper_megatron.layout.grid import GROUPS, ParallelLayout
+from piper_megatron.workload.piper_flags import parse_grid
 
 ORDER = "tp-cp-ep-dp-pp"
 # kind -> (generator, token) of Megatron's RankGenerator

@@ -178,7 +178,8 @@ def _locations(hosts: Sequence[str], ranks_per_node: int, order: str) -> "list[L
 
 
 def _layout(args: argparse.Namespace, world: int) -> "ParallelLayout":
-    from piper_megatron.layout.grid import ParallelLayout, parse_grid
+    from piper_megatron.layout.grid import ParallelLayout
+    from piper_megatron.workload.piper_flags import parse_grid
 
     sizes = {name: size for name in SIZES if (size := getattr(args, name)) is not None}
     if args.grid is not None:

@@ -5,7 +5,6 @@ Megatron keeps two grids over the same ranks, both with the pipeline outermost (
     expert  rank = ((pp * EDP + edp) * EP + ep) * ETP + etp
 """
 
-import re
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -26,18 +25,6 @@ GROUPS = {
     "edp": (EXPERT_AXES, ("edp",)),
     "pp": (DENSE_AXES, ("pp",)),
 }
-
-
-def parse_grid(flag: str, text: str) -> tuple[int, int]:
-    """Pipeline and expert parallel sizes of a grid such as `16x8`, the value of a flag.
-
-    Raises:
-        LayoutError: the text is not PPxEP.
-    """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if not match:
-        raise LayoutError(f"{flag} takes PPxEP, two whole numbers such as 16x8; got '{text}'")
-    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from piper_megatron.errors import LayoutError, PiperError
-from piper_megatron.layout.grid import ParallelLayout, parse_grid
+from piper_megatron.layout.grid import ParallelLayout
+from piper_megatron.workload.piper_flags import PIPER_FLAGS, apply_grid
 
 
 def add_piper_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -17,25 +18,8 @@ def add_piper_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     When a `--piper-*` flag was typed, a parsing error is one line instead of Megatron's usage text.
     """
     group = parser.add_argument_group("piper", "Pipeline-by-expert-parallel grids")
-    group.add_argument(
-        "--piper-grid",
-        metavar="PPxEP",
-        help="pipeline and expert parallel sizes, for instance 16x8; replaces "
-        "--pipeline-model-parallel-size and --expert-model-parallel-size",
-    )
-    group.add_argument(
-        "--piper-topology",
-        metavar="auto|NAME|FILE",
-        help="where the nodes, switches and groups are: what the job can see, a platform of the "
-        "library (piper-megatron topology --list), or a YAML file",
-    )
-    group.add_argument(
-        "--piper-placement",
-        metavar="auto|block|none|FILE",
-        help="which device plays which logical rank: by cost, node by node in topology order, the "
-        "launcher's order, or as a file of 'piper-megatron topology --save' says; "
-        "auto when a topology is given",
-    )
+    for flag, metavar, text in PIPER_FLAGS:
+        group.add_argument(flag, metavar=metavar, help=text)
     _escape_percent_signs(parser)
     if _typed("--piper-", sys.argv):
         parser.error = _error_in_one_line(parser)  # type: ignore[method-assign]
@@ -67,8 +51,7 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         return args
     if args.piper_topology is not None or args.piper_placement is not None:
         args.piper_placement = args.piper_placement or "auto"
-    if args.piper_grid is not None:
-        args.pipeline_model_parallel_size, args.expert_model_parallel_size = _read_grid(args)
+    apply_grid(args, lambda flag: _typed(flag, sys.argv))
     _check_order(args)
     layout_of(args)
     _check_experts(args)
@@ -86,21 +69,6 @@ def layout_of(args: argparse.Namespace) -> ParallelLayout:
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size or tp,
     )
-
-
-def _read_grid(args: argparse.Namespace) -> tuple[int, int]:
-    pp, ep = parse_grid("--piper-grid", args.piper_grid)
-    for flag, mine, axis in (
-        ("--pipeline-model-parallel-size", pp, "PP"),
-        ("--expert-model-parallel-size", ep, "EP"),
-    ):
-        given = getattr(args, flag[2:].replace("-", "_"))
-        if given != mine and _typed(flag, sys.argv):
-            raise LayoutError(
-                f"--piper-grid {args.piper_grid} says {axis} {mine} but {flag} says {given}; "
-                "remove one of the two"
-            )
-    return pp, ep
 
 
 def _check_experts(args: argparse.Namespace) -> None:
