@@ -257,13 +257,13 @@ def test_bytes_of_real_ranks(ranks, world, axes, flags, training):
     per_stage = world // layout.pp
     for stage, states in enumerate(stage_states(job)):
         held = [value for value in run.values if value["rank"] // per_stage == stage]
-        assert {value["weights"] for value in held} == {states.weights}
-        assert {value["gradients"] for value in held} == {states.gradients}
-        assert {value["router"] for value in held} == {states.router}
+        assert {value["weights"] for value in held} == {states.weights_bytes}
+        assert {value["gradients"] for value in held} == {states.gradients_bytes}
+        assert {value["router"] for value in held} == {states.router_bytes}
         assert max(value["optimizer"] + value["step"] for value in held) == (
-            states.optimizer + states.step
+            states.optimizer_bytes + states.step_peak_bytes
         )
-        assert max(value["optimizer"] for value in held) == states.optimizer
+        assert max(value["optimizer"] for value in held) == states.optimizer_bytes
 
 
 def bytes_per_parameter(matrix: bool = True, low: bool = False, **training: Any) -> tuple:
@@ -346,9 +346,10 @@ def test_the_closed_form_is_the_exact_one_without_padding(case, training):
         closed = state_bytes(model, job.training, job.sizes, tensors)
         if "muon" in training.values():
             # how full the shares are depends on each chunk's matrices
-            assert 0.9 * exact.resident < closed.resident < 2 * exact.resident
+            assert 0.9 * exact.resident_bytes < closed.resident_bytes < 2 * exact.resident_bytes
             continue
-        for part in ("weights", "gradients", "low_precision", "optimizer", "resident"):
+        for name in ("weights", "gradients", "low_precision", "optimizer", "resident"):
+            part = f"{name}_bytes"
             assert getattr(closed, part) == pytest.approx(getattr(exact, part), rel=0.002)
 
 
@@ -368,7 +369,7 @@ def test_many_layouts_at_once():
     together = states(Sizes(**many, **batch))
     for place, layout in enumerate(layouts):
         alone = states(Sizes(**{axis: getattr(layout, axis) for axis in axes}, **batch))
-        for part in ("weights", "gradients", "optimizer", "resident"):
+        for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "resident_bytes"):
             assert getattr(together, part)[place] == pytest.approx(getattr(alone, part))
 
 
@@ -385,12 +386,12 @@ def test_fully_sharded_states_are_divided_by_the_strategy():
         )[0]
         for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")
     }
-    assert states["no_shard"].optimizer == pytest.approx(6 * states["no_shard"].weights)
-    assert states["optim"].optimizer == pytest.approx(plain.optimizer, rel=0.01)
-    assert states["optim"].gradients == pytest.approx(plain.gradients / 2, rel=0.01)
-    assert states["optim_grads"].gradients < states["optim"].gradients / 3
-    assert states["optim_grads"].gathered > 0
-    assert states["optim_grads_params"].weights < states["optim_grads"].weights / 3
+    assert states["no_shard"].optimizer_bytes == pytest.approx(6 * states["no_shard"].weights_bytes)
+    assert states["optim"].optimizer_bytes == pytest.approx(plain.optimizer_bytes, rel=0.01)
+    assert states["optim"].gradients_bytes == pytest.approx(plain.gradients_bytes / 2, rel=0.01)
+    assert states["optim_grads"].gradients_bytes < states["optim"].gradients_bytes / 3
+    assert states["optim_grads"].gathered_bytes > 0
+    assert states["optim_grads_params"].weights_bytes < states["optim_grads"].weights_bytes / 3
 
 
 def test_building_needs_parameters_twice():
@@ -398,6 +399,6 @@ def test_building_needs_parameters_twice():
     sharded = stage_states(case.job(use_distributed_optimizer=True))[3]
     plain = stage_states(case.job())[3]
     # DP x CP is 8, EDP 4: half a byte of optimizer for each of a weight's two would hide the copy
-    assert 0 < sharded.load + sharded.optimizer < 2 * sharded.weights
-    assert plain.load == 0
-    assert plain.optimizer == 6 * plain.weights
+    assert 0 < sharded.load_peak_bytes + sharded.optimizer_bytes < 2 * sharded.weights_bytes
+    assert plain.load_peak_bytes == 0
+    assert plain.optimizer_bytes == 6 * plain.weights_bytes

@@ -39,27 +39,33 @@ class StateBytes:
     """Bytes of one rank, or arrays with a value for each of many layouts.
 
     Attributes:
-        weights: parameters as the model holds them, in buffers where there are some.
-        low_precision: copies of weights in 8 or 4 bits beyond those.
-        gradients: gradient buffers.
-        optimizer: main parameters and moments on the device, after the first step.
-        gathered: layers that FSDP has put together at a time.
-        host: what the optimizer keeps in the host's memory.
-        step: needed beyond all these while the optimizer steps.
+        weights_bytes: parameters as the model holds them, in buffers where there are some.
+        low_precision_bytes: copies of weights in 8 or 4 bits beyond those.
+        gradients_bytes: gradient buffers.
+        optimizer_bytes: main parameters and moments on the device, after the first step.
+        gathered_bytes: layers that FSDP has put together at a time.
+        host_bytes: what the optimizer keeps in the host's memory.
+        step_peak_bytes: needed beyond all these while the optimizer steps.
     """
 
-    weights: Number
-    low_precision: Number
-    gradients: Number
-    optimizer: Number
-    gathered: Number = 0
-    host: Number = 0
-    step: Number = 0
+    weights_bytes: Number
+    low_precision_bytes: Number
+    gradients_bytes: Number
+    optimizer_bytes: Number
+    gathered_bytes: Number = 0
+    host_bytes: Number = 0
+    step_peak_bytes: Number = 0
 
     @property
-    def resident(self) -> Number:
+    def resident_bytes(self) -> Number:
         """Bytes on the device between steps."""
-        return self.weights + self.low_precision + self.gradients + self.optimizer + self.gathered
+        return (
+            self.weights_bytes
+            + self.low_precision_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.gathered_bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +73,19 @@ class StageStates(StateBytes):
     """Bytes of the rank of a stage that owns most of the optimizer.
 
     Attributes:
-        router: counters and biases of routers, which are no parameters.
-        load: needed beyond the resident bytes while the model and its buffers are built.
-        weight_gradient: the largest gradient that autograd makes before it is added to its buffer.
+        router_bytes: counters and biases of routers, which are no parameters.
+        load_peak_bytes: needed beyond the resident bytes while the model and its buffers are built.
+        weight_gradient_bytes: the largest gradient that autograd makes before a buffer takes it.
     """
 
-    router: int
-    load: int
-    weight_gradient: int
+    router_bytes: int
+    load_peak_bytes: int
+    weight_gradient_bytes: int
 
     @property
-    def resident(self) -> Number:
+    def resident_bytes(self) -> Number:
         """Bytes on the device between steps."""
-        return super().resident + self.router
+        return super().resident_bytes + self.router_bytes
 
 
 def stage_states(job: Job, *, transposed_weights: bool = True) -> list[StageStates]:
@@ -133,13 +139,13 @@ def state_bytes(
         host = host + elements / shares.optimizer * cost.host
         step = step + elements / shares.optimizer * cost.step
     return StateBytes(
-        weights=held,
-        low_precision=low_precision,
-        gradients=gradients,
-        optimizer=optimizer,
-        gathered=_gathered_bytes(model, training, sizes),
-        host=host,
-        step=step,
+        weights_bytes=held,
+        low_precision_bytes=low_precision,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        gathered_bytes=_gathered_bytes(model, training, sizes),
+        host_bytes=host,
+        step_peak_bytes=step,
     )
 
 
@@ -210,16 +216,16 @@ def _states(job: Job, stage: int, transposed: bool) -> StageStates:
     if not job.training.fsdp:
         buffers = stage_buffers(job, stage, chunks)
         padded = _padded_bytes(job, buffers)
-        load = _load_bytes(job, buffers, padded["optimizer"])
+        load = _load_bytes(job, buffers, padded["optimizer_bytes"])
     parts = {
         field.name: int(np.ceil(padded.get(field.name, getattr(without_padding, field.name))))
         for field in fields(StateBytes)
     }
     return StageStates(
         **parts,
-        router=_router_bytes(job, stage),
-        load=load,
-        weight_gradient=_largest_gradient(job.training, tensors),
+        router_bytes=_router_bytes(job, stage),
+        load_peak_bytes=load,
+        weight_gradient_bytes=_largest_gradient(job.training, tensors),
     )
 
 
@@ -235,11 +241,12 @@ def _padded_bytes(job: Job, buffers: list[Buffer]) -> dict[str, Number]:
         owned_bytes += np.outer((cost.resident, cost.host, cost.step), owned)
     optimizer, host, step = owned_bytes[:, (owned_bytes[0] + owned_bytes[2]).argmax()]
     return {
-        "weights": sum(_weight_bytes(job.training, buffer) for buffer in buffers),
-        "gradients": sum(buffer.elements for buffer in buffers) * gradient_bytes(job.training),
-        "optimizer": optimizer,
-        "host": host,
-        "step": step,
+        "weights_bytes": sum(_weight_bytes(job.training, buffer) for buffer in buffers),
+        "gradients_bytes": sum(buffer.elements for buffer in buffers)
+        * gradient_bytes(job.training),
+        "optimizer_bytes": optimizer,
+        "host_bytes": host,
+        "step_peak_bytes": step,
     }
 
 
