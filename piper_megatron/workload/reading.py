@@ -41,6 +41,7 @@ def model_spec(values: argparse.Namespace) -> ModelSpec:
         hidden=values.hidden_size,
         ffn=values.ffn_hidden_size,
         gated=values.swiglu or values.quick_geglu,
+        quick_geglu=values.quick_geglu,
         attention=_attention(values),
         moe_layers=moe_layers,
         experts=_experts(values) if any(moe_layers) else None,

@@ -99,6 +99,7 @@ class ModelSpec(StrictModel):
         hidden: width of the residual stream.
         ffn: width of a dense MLP.
         gated: MLPs and experts have a gate, so three matrices instead of two.
+        quick_geglu: that gate is GPT-OSS's; Megatron's FLOP count takes it for two matrices.
         attention: of every layer, those of multi-token prediction included.
         moe_layers: per decoder layer, whether it has experts.
         experts: None in a dense model.
@@ -117,6 +118,7 @@ class ModelSpec(StrictModel):
     hidden: PositiveInt
     ffn: PositiveInt
     gated: bool
+    quick_geglu: bool = False
     attention: Attention
     moe_layers: tuple[bool, ...] = Field(min_length=1)
     experts: Experts | None = None
