@@ -41,6 +41,7 @@ def megatron_arguments(tokens: list[str], world: int) -> Namespace:
     environment = {**ENVIRONMENT, "WORLD_SIZE": str(world), "RANK": "0"}
     if "--use-megatron-fsdp" in tokens:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+        tokens = [*tokens, "--ckpt-format", "fsdp_dtensor"]
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(sys, "argv", ["pretrain.py", *tokens]),
