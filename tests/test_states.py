@@ -16,8 +16,7 @@ from test_parameters import DEEPSEEK_V3, LARGE
 from tiny import tiny_command
 
 from piper_megatron.layout.grid import ParallelLayout
-from piper_megatron.layout.job import Job
-from piper_megatron.layout.pipeline import pipeline_layout
+from piper_megatron.layout.job import job_of
 from piper_megatron.layout.sizes import Sizes
 from piper_megatron.resources.buffers import split_layout, whole_layout
 from piper_megatron.resources.parameters import Tensor, stage_tensors
@@ -28,7 +27,8 @@ from piper_megatron.resources.state_costs import (
     weight_cost,
 )
 from piper_megatron.resources.states import stage_states, state_bytes
-from piper_megatron.workload.spec import Attention, BatchSpec, Experts, ModelSpec, TrainingSpec
+from piper_megatron.workload.arguments import read_arguments
+from piper_megatron.workload.spec import TrainingSpec
 
 
 @st.composite
@@ -72,22 +72,6 @@ def test_padding_and_shares_are_those_of_megatrons_layouts(
     padded, owned = layout_of(tensors[::-1], bucket, count, int(end))
     assert padded == layout.bucket_indices[-1][1]
     assert owned.tolist() == expected.tolist()
-
-
-TINY = ModelSpec(
-    hidden=32,
-    ffn=48,
-    gated=True,
-    attention=Attention(heads=4, groups=4, head_dim=8),
-    moe_layers=(True,) * 4,
-    experts=Experts(count=4, topk=2, ffn=48),
-    vocab=128,
-    tied_embeddings=False,
-    position="rope",
-    max_positions=32,
-    norm="RMSNorm",
-    linear_bias=False,
-)
 
 
 def without_einops() -> None:
@@ -172,98 +156,57 @@ def real_states(argv: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("world", "axes", "flags", "training"),
+    ("world", "flags"),
     [
-        (2, {}, "--bf16", {"precision": "bf16"}),
-        (2, {}, "", {"precision": "fp32"}),
+        (2, "--bf16"),
+        (2, ""),
+        (2, "--fp16 --optimizer sgd --grad-reduce-in-bf16 --expert-model-parallel-size 2"),
         (
-            2,
-            {"ep": 2},
-            "--fp16 --optimizer sgd --grad-reduce-in-bf16",
-            {"precision": "fp16", "optimizer": "sgd", "grad_reduce_in_fp32": False},
+            4,
+            "--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 "
+            "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
         ),
         (
             4,
-            {"ep": 2},
-            "--bf16 --use-distributed-optimizer --moe-router-enable-expert-bias "
-            "--moe-router-score-function sigmoid",
-            {"precision": "bf16", "use_distributed_optimizer": True},
+            "--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 "
+            "--grad-reduce-in-bf16 --overlap-grad-reduce --ddp-bucket-size 3000 "
+            "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
         ),
         (
             4,
-            {"pp": 2},
-            "--bf16 --use-distributed-optimizer --grad-reduce-in-bf16 --overlap-grad-reduce "
-            "--ddp-bucket-size 3000 --moe-router-load-balancing-type global_aux_loss "
-            "--moe-aux-loss-coeff 1e-2",
-            {
-                "precision": "bf16",
-                "use_distributed_optimizer": True,
-                "grad_reduce_in_fp32": False,
-                "overlap_grad_reduce": True,
-                "ddp_bucket_size": 3000,
-                "moe_router_load_balancing_type": ("global_aux_loss",),
-                "moe_aux_loss_coeff": (1e-2,),
-            },
-        ),
-        (
-            4,
-            {"tp": 2, "ep": 2, "etp": 1},
             "--use-distributed-optimizer --ddp-num-buckets 5 --overlap-grad-reduce "
-            "--sequence-parallel",
-            {
-                "precision": "fp32",
-                "use_distributed_optimizer": True,
-                "overlap_grad_reduce": True,
-                "ddp_num_buckets": 5,
-                "sequence_parallel": True,
-            },
+            "--sequence-parallel --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
         ),
         (
-            8,
-            {"ep": 2},
+            4,
             "--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2 "
-            "--ddp-pad-buckets-for-high-nccl-busbw",
-            {
-                "precision": "bf16",
-                "use_distributed_optimizer": True,
-                "num_distributed_optimizer_instances": 2,
-                "ddp_pad_buckets_for_high_nccl_busbw": True,
-            },
+            "--ddp-pad-buckets-for-high-nccl-busbw --expert-model-parallel-size 2",
+        ),
+        (
+            4,
+            "--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 "
+            "--pipeline-model-parallel-layout Et|tt|t|mL --mtp-num-layers 1 --overlap-grad-reduce "
+            "--ddp-num-buckets 3 --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 24 "
+            "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm",
         ),
     ],
-    ids=["bf16", "fp32", "sgd", "sharded", "buckets", "tensor parallel fp32", "instances"],
+    ids=["bf16", "fp32", "sgd", "experts", "buckets", "tensors", "instances", "chunks"],
 )
-def test_bytes_of_real_ranks(ranks, world, axes, flags, training):
-    layout = ParallelLayout(world=world, **axes)
-    names = {
-        "tp": "tensor-model-parallel-size",
-        "pp": "pipeline-model-parallel-size",
-        "ep": "expert-model-parallel-size",
-        "etp": "expert-tensor-parallel-size",
-    }
-    argv = tiny_command(
-        *(word for axis, size in axes.items() for word in (f"--{names[axis]}", str(size))),
-        *flags.split(),
-    )
+def test_bytes_of_real_ranks(ranks, world, flags):
+    argv = tiny_command("--transformer-impl", "local", *flags.split())
     run = ranks.call(real_states, argv, world=world).check()
-    experts = TINY.experts.model_copy(update={"expert_bias": "expert-bias" in flags})
-    job = Job(
-        model=TINY.model_copy(update={"experts": experts}),
-        batch=BatchSpec(seq=32, micro_batch=1, global_batch=8),
-        training=TrainingSpec(transformer_impl="local", **training),
-        layout=layout,
-        pipeline=pipeline_layout(TINY.layers, layout.pp),
-    )
-    per_stage = world // layout.pp
+    job = job_of(read_arguments(argv).values, world)
+    per_stage = world // job.layout.pp
     for stage, states in enumerate(stage_states(job)):
         held = [value for value in run.values if value["rank"] // per_stage == stage]
         assert {value["weights"] for value in held} == {states.weights_bytes}
         assert {value["gradients"] for value in held} == {states.gradients_bytes}
         assert {value["router"] for value in held} == {states.router_bytes}
+        assert max(value["optimizer"] for value in held) == states.optimizer_bytes
         assert max(value["optimizer"] + value["step"] for value in held) == (
             states.optimizer_bytes + states.step_peak_bytes
         )
-        assert max(value["optimizer"] for value in held) == states.optimizer_bytes
 
 
 def bytes_per_parameter(matrix: bool = True, low: bool = False, **training: Any) -> tuple:
@@ -281,6 +224,11 @@ BF16_EVERYWHERE = {
     "main_grads_dtype": "bf16",
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "bf16",
+}
+MUON = {
+    "optimizer": "muon",
+    "use_distributed_optimizer": False,
+    "use_layer_wise_distributed_optimizer": True,
 }
 FP8 = {"fp8": "e4m3", "low": True}
 
@@ -301,8 +249,8 @@ FP8 = {"fp8": "e4m3", "low": True}
         ({**FP8, "fp8_recipe": "tensorwise", "fp8_param_gather": True}, (1, 1, 4, 12, 0)),
         ({**FP8, "fp8_recipe": "mxfp8", "fp8_param_gather": True}, (0, 66 / 32, 4, 12, 0)),
         ({"fp4": True, "low": True}, (2, 1.125, 4, 12, 0)),
-        ({"optimizer": "muon"}, (2, 0, 4, 8, 0)),
-        ({"optimizer": "muon", "matrix": False}, (2, 0, 4, 12, 0)),
+        (MUON, (2, 0, 4, 8, 0)),
+        ({**MUON, "matrix": False}, (2, 0, 4, 12, 0)),
         ({"optimizer": "sgd", "use_distributed_optimizer": False}, (2, 0, 4, 8, 0)),
         (
             {
@@ -319,16 +267,12 @@ def test_bytes_of_one_parameter(training, expected):
 
 
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize(
-    "training", [{"optimizer": "adam"}, {"optimizer": "muon"}, {"fp8": "e4m3"}], ids=str
-)
+@pytest.mark.parametrize("training", [{"optimizer": "adam"}, MUON, {"fp8": "e4m3"}], ids=str)
 def test_the_closed_form_is_the_exact_one_without_padding(case, training):
     job = case.job(
         transformer_impl="transformer_engine",
         moe_grouped_gemm=True,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        **training,
+        **{"use_distributed_optimizer": True, "overlap_grad_reduce": True, **training},
     )
     model = job.model
     for chunks, exact in zip(job.pipeline.stages, stage_states(job), strict=True):

@@ -52,7 +52,7 @@ def is_emerging(training: TrainingSpec) -> bool:
 
 def is_sharded(training: TrainingSpec) -> bool:
     """Whether parameters live in a buffer of which each rank updates a share."""
-    return training.use_distributed_optimizer or training.optimizer.startswith("dist_")
+    return training.use_distributed_optimizer or training.use_layer_wise_distributed_optimizer
 
 
 def has_quantized_weights(training: TrainingSpec) -> bool:
@@ -138,8 +138,7 @@ def _adam_holds_main_parameters(training: TrainingSpec) -> bool:
 
 
 def _moments_bytes(training: TrainingSpec, matrix: bool) -> int:
-    optimizer = training.optimizer.removeprefix("dist_")
-    if optimizer in ("sgd", "lion") or (optimizer == "muon" and matrix):
+    if training.optimizer in ("sgd", "lion") or (training.optimizer == "muon" and matrix):
         return _FP32
     if training.use_precision_aware_optimizer:
         return DTYPE_BYTES[training.exp_avg_dtype] + DTYPE_BYTES[training.exp_avg_sq_dtype]
