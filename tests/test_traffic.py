@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piper_megatron.errors import LayoutError
+from piper_megatron.layout.collectives import dense_parameters
 from piper_megatron.layout.crossing import (
     bytes_by_level,
     communication_seconds,
@@ -17,103 +17,161 @@ from piper_megatron.layout.crossing import (
 )
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.traffic import (
-    DEFAULT_MODEL,
     Flow,
-    ModelSizes,
     Pattern,
     Traffic,
+    Workload,
     traffic_of,
 )
 from piper_megatron.platform.topology import Level, Location, Node, Topology
+from piper_megatron.workload.spec import Attention, BatchSpec, Experts, ModelSpec, TrainingSpec
 
-TINY = ModelSizes(
-    name="tiny",
-    layers=4,
+BATCH = BatchSpec(seq=16, micro_batch=2, global_batch=2 * 3)
+TRAINING = TrainingSpec(precision="bf16", dispatcher="alltoall", sequence_parallel=False)
+TINY = ModelSpec(
     hidden=8,
     ffn=32,
-    heads=2,
-    kv_heads=2,
-    head_dim=4,
+    gated=True,
+    attention=Attention(heads=2, groups=2, head_dim=4),
+    moe_layers=(False, False, True, True),
+    experts=Experts(count=4, topk=2, ffn=12),
     vocab=100,
-    seq=16,
-    micro_batch=2,
-    micro_batches=3,
-    moe_layers=2,
-    moe_ffn=12,
-    experts=4,
-    topk=2,
+    max_positions=16,
 )
 
 
-def bytes_of(kind: str, model: ModelSizes = TINY, **layout: int) -> float:
-    return traffic_of(ParallelLayout(**layout), model).flows[kind].bytes_per_rank
+def workload(layout: ParallelLayout, virtual_stages: int = 1, **training) -> Workload:
+    """The tiny model with three micro-batches on every replica."""
+    return Workload(
+        model=TINY,
+        batch=BATCH.model_copy(update={"global_batch": 6 * layout.dp}),
+        training=TRAINING.model_copy(update=training),
+        virtual_stages=virtual_stages,
+    )
+
+
+def bytes_of(kind: str, world: int, *, sizes: dict[str, int], **training) -> float:
+    layout = ParallelLayout(world=world, **sizes)
+    return traffic_of(layout, workload(layout, **training)).flows[kind].bytes_per_rank
 
 
 def test_gradients_add_up_to_the_published_size_of_the_default_model():
     # with two replicas a ring all-reduce sends every gradient byte once
-    parameters = (
-        bytes_of("dp", DEFAULT_MODEL, world=2) + bytes_of("edp", DEFAULT_MODEL, world=2)
-    ) / 4
-    assert parameters == pytest.approx(235e9, rel=0.005)
+    flows = traffic_of(ParallelLayout(world=2)).flows
+    assert (flows["dp"].bytes_per_rank + flows["edp"].bytes_per_rank) / 4 == pytest.approx(
+        235e9, rel=0.005
+    )
 
 
 def test_expert_all_to_all_sends_every_routed_copy_that_leaves_its_rank():
     tokens, copies = 16 * 2, 2
     dispatch = tokens * copies * 8 * 2 * 3 / 4  # 3 of 4 copies leave; 8 wide, 2 bytes
     moe_layer_passes = 2 * 3
-    assert bytes_of("ep", world=4, ep=4) == 4 * moe_layer_passes * dispatch
+    assert bytes_of("ep", 4, sizes={"ep": 4}) == 4 * moe_layer_passes * dispatch
+
+
+def test_all_gather_dispatcher_sends_every_token_to_all_members_of_the_tp_ep_group():
+    tokens, passes = 16 * 2, 2 * 3
+    there_and_back = 4 * 3 * tokens * 8 * 2
+    beside = 3 * tokens * 4 * (4 + 1)  # of 4 experts a probability and a byte of the routing map
+    sent = bytes_of("tp_ep", 4, sizes={"ep": 4}, dispatcher="allgather")
+    assert sent == passes * (there_and_back + beside)
 
 
 def test_pipeline_sends_activations_and_gradients_over_every_boundary():
     activation = 16 * 2 * 8 * 2
     boundaries = 3
     in_all = 2 * 3 * boundaries * activation  # micro-batches, forward and backward
-    assert bytes_of("pp", world=4, pp=4) * 4 == in_all
+    assert bytes_of("pp", 4, sizes={"pp": 4}) * 4 == in_all
 
 
 def test_tensor_parallelism_all_reduces_twice_around_attention_and_dense_mlps():
     # 4 layers have attention, 2 of them a dense MLP; two ranks send the whole tensor once each
     activation = 16 * 2 * 8 * 2
-    assert bytes_of("tp", world=2, tp=2) == 3 * 2 * (4 + 2) * activation
+    assert bytes_of("tp", 2, sizes={"tp": 2}) == 3 * 2 * (4 + 2) * activation
+
+
+def test_sequence_parallelism_gathers_the_input_once_more():
+    plain = bytes_of("tp", 2, sizes={"tp": 2})
+    parallel = bytes_of("tp", 2, sizes={"tp": 2}, sequence_parallel=True)
+    assert parallel == plain * 5 / 4
+
+
+@pytest.mark.parametrize(("how", "kv_blocks"), [("p2p", 3), ("all_gather", 3), ("a2a", 4)])
+def test_context_parallelism_passes_keys_and_values_or_heads(how, kv_blocks):
+    keys_and_values = 16 * 2 / 2 * 2 * 8 * 2
+    sent = bytes_of("cp", 2, sizes={"cp": 2}, cp_comm_type=how)
+    # exchanged heads: half of queries, keys, values and outputs leaves, forward and backward
+    expected = kv_blocks / 2 if how == "a2a" else kv_blocks
+    assert sent == 4 * 3 * expected * keys_and_values
 
 
 @pytest.mark.parametrize(
-    ("kind", "axes"),
+    ("kind", "axes", "parallel"),
     [
-        ("pp", {"tp": 2}),  # each tensor-parallel rank sends its part
-        ("pp", {"cp": 2}),
-        ("ep", {"tp": 2}),
-        ("ep", {"cp": 2}),
-        ("edp", {"etp": 2}),
+        ("pp", {"tp": 2}, True),  # each tensor-parallel rank sends its part
+        ("pp", {"cp": 2}, False),
+        ("ep", {"tp": 2}, True),
+        ("ep", {"cp": 2}, False),
+        ("edp", {"etp": 2}, False),
     ],
 )
-def test_other_axes_divide_the_work(kind, axes):
+def test_other_axes_divide_the_work(kind, axes, parallel):
     sizes = {"pp": 2, "ep": 4, "etp": 1}
-    once = bytes_of(kind, world=64, **sizes)
-    assert bytes_of(kind, world=128, **(sizes | axes)) == pytest.approx(once / 2)
+    once = bytes_of(kind, 64, sizes=sizes, sequence_parallel=parallel)
+    divided = bytes_of(kind, 128, sizes=sizes | axes, sequence_parallel=parallel)
+    assert divided == pytest.approx(once / 2)
+
+
+def test_without_sequence_parallelism_every_tensor_rank_sends_the_whole_activation():
+    sizes = {"pp": 2}
+    assert bytes_of("pp", 4, sizes=sizes | {"tp": 2}) == bytes_of("pp", 2, sizes=sizes)
 
 
 def test_only_groups_with_members_and_bytes_have_traffic():
-    assert set(traffic_of(ParallelLayout(world=8, pp=2, ep=4), TINY).flows) == {"pp", "ep", "dp"}
-    dense = ModelSizes(**{**vars(TINY), "moe_layers": 0})
-    assert set(traffic_of(ParallelLayout(world=8, pp=2, ep=2), dense).flows) == {"pp", "dp"}
-    everything = ParallelLayout(world=64, tp=2, cp=2, pp=2, ep=2, etp=2)
-    kinds = {"tp", "cp", "ep", "etp", "pp", "dp", "edp"}
-    assert set(traffic_of(everything, TINY).flows) == kinds
+    def kinds(model: ModelSpec = TINY, **sizes: int) -> set[str]:
+        layout = ParallelLayout(**sizes)
+        given = workload(layout)
+        with_model = Workload(model=model, batch=given.batch, training=given.training)
+        return set(traffic_of(layout, with_model).flows)
+
+    assert kinds(world=8, pp=2, ep=4) == {"pp", "ep", "dp"}
+    dense = TINY.model_copy(update={"moe_layers": (False,) * 4, "experts": None})
+    assert kinds(dense, world=8, pp=2, ep=2) == {"pp", "dp"}
+    everything = {"tp", "cp", "ep", "etp", "pp", "dp", "edp"}
+    assert kinds(world=64, tp=2, cp=2, pp=2, ep=2, etp=2) == everything
 
 
 def test_virtual_stages_close_the_pipeline_to_a_ring():
     layout = ParallelLayout(world=4, pp=4)
-    interleaved = ModelSizes(**{**vars(TINY), "virtual_stages": 3})
-    assert traffic_of(layout, TINY).flows["pp"].pattern is Pattern.CHAIN
-    flow = traffic_of(layout, interleaved).flows["pp"]
+    assert traffic_of(layout, workload(layout)).flows["pp"].pattern is Pattern.CHAIN
+    flow = traffic_of(layout, workload(layout, virtual_stages=3)).flows["pp"]
     assert flow.pattern is Pattern.RING
-    assert flow.bytes_per_rank == bytes_of("pp", world=4, pp=4) * 11 / 3
+    assert flow.bytes_per_rank == bytes_of("pp", 4, sizes={"pp": 4}) * 11 / 3
 
 
-def test_more_moe_layers_than_layers():
-    with pytest.raises(LayoutError, match="5 MoE layers of 4 layers"):
-        ModelSizes(**{**vars(TINY), "moe_layers": 5})
+@pytest.mark.parametrize(
+    ("settings_of_adam", "bytes_per_parameter"),
+    [
+        ({"main_grads_dtype": "fp32"}, 8),  # an all-reduce sends twice
+        ({"main_grads_dtype": "bf16"}, 4),
+        ({"use_distributed_optimizer": True, "main_grads_dtype": "fp32"}, 4 + 2),
+        ({"use_distributed_optimizer": True, "main_grads_dtype": "bf16"}, 2 + 2),
+        (
+            {
+                "use_distributed_optimizer": True,
+                "fp8_param_gather": True,
+                "fp8_recipe": "blockwise",
+            },
+            4 + 1,
+        ),
+    ],
+)
+def test_gradients_and_parameters_travel_in_their_own_formats(
+    settings_of_adam, bytes_per_parameter
+):
+    sent = bytes_of("dp", 2, sizes={}, **settings_of_adam)
+    assert sent == dense_parameters(TINY) * bytes_per_parameter / 2
 
 
 @st.composite

@@ -28,8 +28,8 @@ from piper_megatron.platform.discovery import (
 from piper_megatron.platform.topology import Location, Topology
 from piper_megatron.report.grid_map import render_grid_map
 from piper_megatron.runtime.arguments import layout_of, uses_piper
-from piper_megatron.runtime.model_sizes import model_sizes
 from piper_megatron.runtime.rendezvous import agree, comparable, job_store, same_as_rank_0
+from piper_megatron.runtime.workload import workload_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _placement(
     physical: Sequence[Location],
 ) -> Placement:
     policy = args.piper_placement or "none"
-    traffic = traffic_of(layout, model_sizes(args))
+    traffic = traffic_of(layout, workload_of(args))
     if policy in POLICIES:
         return place(layout, topology, physical, traffic, policy)
     return read_placement_file(policy, layout, topology, physical, traffic)
