@@ -110,8 +110,9 @@ def judge(tokens: Sequence[str], world: int) -> Refusal | None:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     step = "parser"
     try:
-        with mock.patch.dict(os.environ, environment), mock.patch.object(
-            sys, "argv", ["pretrain.py", *tokens]
+        with (
+            mock.patch.dict(os.environ, environment),
+            mock.patch.object(sys, "argv", ["pretrain.py", *tokens]),
         ):
             args = copy.deepcopy(arguments.parse_args())
             step = "arguments"

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 
 Flags = dict[str, list[str]]
 
-MODULES = "core_attn moe_act layernorm mla_up_proj mlp moe shared_experts gdn_norm_out nothing".split()
+MODULES = (
+    "core_attn moe_act layernorm mla_up_proj mlp moe shared_experts gdn_norm_out nothing".split()
+)
 OFFLOADS = "core_attn attn_proj expert_fc1 moe_act attn_norm mlp_norm qkv_linear nothing".split()
 GRAPHED = "attn mlp moe moe_router moe_preprocess full_iteration full".split()
 LAYOUTS = (
@@ -166,7 +168,9 @@ COMBINATIONS = """
 def random_command(rng: random.Random) -> tuple[list[str], int]:
     """Arguments and the number of GPUs."""
     flags, world = _legal(rng)
-    for mutate in rng.choices(_MUTATIONS, weights=(4, 3, 2, 2, 1), k=rng.choice((0, 0, 1, 1, 2, 3, 4))):
+    for mutate in rng.choices(
+        _MUTATIONS, weights=(4, 3, 2, 2, 1), k=rng.choice((0, 0, 1, 1, 2, 3, 4))
+    ):
         world = mutate(rng, flags, world)
     return list(_tokens(flags)), world
 

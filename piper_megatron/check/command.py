@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from piper_megatron.errors import LayoutError
-from piper_megatron.layout.pipeline import stages_of_text
+from piper_megatron.platform.platform import Platform
+from piper_megatron.workload.layout_text import stages_of_text
 
 # CUDA graph modules that stand for another flag (megatron/core/transformer/cuda_graph_config.py)
 DEPRECATED_GRAPH_MODULES = {"full_iteration", "full_iteration_inference"}
@@ -26,15 +27,17 @@ class Command:
         values: arguments as Megatron's parser reads them.
         given: names of those that were typed.
         gpus: number of ranks.
-        environment: variables that the command or the platform is known to set.
-        architecture: major compute capability of the GPUs; those of AMD and Intel count as Hopper.
+        unknown: words that this release of Megatron does not know.
+        platform: where it is to run, if that is known.
+        environment: variables that the command is known to set.
     """
 
     values: Namespace
     given: frozenset[str]
     gpus: int
+    unknown: tuple[str, ...] = ()
+    platform: Platform | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    architecture: int = BEFORE_BLACKWELL
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -45,18 +48,22 @@ class Command:
 
     @property
     def tp(self) -> int:
+        """Tensor parallel size."""
         return self.values.tensor_model_parallel_size
 
     @property
     def cp(self) -> int:
+        """Context parallel size."""
         return self.values.context_parallel_size
 
     @property
     def pp(self) -> int:
+        """Pipeline parallel size."""
         return self.values.pipeline_model_parallel_size
 
     @property
     def ep(self) -> int:
+        """Expert parallel size."""
         return self.values.expert_model_parallel_size
 
     @property
@@ -253,10 +260,12 @@ class Command:
 
     @property
     def sequence_parallel(self) -> bool:
+        """Off where TP is 1."""
         return self.values.sequence_parallel and self.tp > 1
 
     @property
     def overlap_p2p_comm(self) -> bool:
+        """Only the interleaved schedule overlaps its sends and receives."""
         return self.values.overlap_p2p_comm and self.vpp is not None
 
     @property
@@ -276,7 +285,24 @@ class Command:
         return self.optimizer not in ("sgd", "adam")
 
     @property
+    def distributed_optimizer(self) -> bool:
+        """The distributed optimizer as validation leaves it."""
+        return (
+            (self.use_distributed_optimizer or self.use_megatron_fsdp)
+            and not self.emerging_optimizer
+            and not self.freeze_all_layers
+        )
+
+    @property
+    def gradients_in_fp32(self) -> bool:
+        """Gradients are accumulated and reduced in fp32."""
+        if not self.bf16 or self.grad_reduce_in_bf16:
+            return self.accumulate_allreduce_grads_in_fp32 and not self.grad_reduce_in_bf16
+        return self.accumulate_allreduce_grads_in_fp32 or self.main_grads_dtype == "fp32"
+
+    @property
     def use_dist_ckpt(self) -> bool:
+        """Checkpoints are distributed ones."""
         return self.ckpt_format != "torch"
 
     @property
@@ -321,9 +347,33 @@ class Command:
     def one_connection_is_asserted(self) -> bool:
         """Megatron stops unless CUDA_DEVICE_MAX_CONNECTIONS is 1; else it warns at most."""
         fsdp = self.use_torch_fsdp2 or self.use_megatron_fsdp
-        return self.one_connection_is_wanted and not (
-            fsdp or self.overlap_moe_expert_parallel_comm
-        )
+        return self.one_connection_is_wanted and not (fsdp or self.overlap_moe_expert_parallel_comm)
+
+    @property
+    def architecture(self) -> int:
+        """Major compute capability; without a platform, and on AMD, that of Hopper."""
+        accelerator = self.platform.accelerator if self.platform else None
+        blackwell = accelerator and self.is_nvidia and accelerator.tflops.fp4 is not None
+        return BEFORE_BLACKWELL + 1 if blackwell else BEFORE_BLACKWELL
+
+    @property
+    def is_nvidia(self) -> bool:
+        """The platform's GPUs are NVIDIA's; assumed where nothing is known of them."""
+        accelerator = self.platform.accelerator if self.platform else None
+        return accelerator is None or accelerator.name.startswith("NVIDIA")
+
+    @property
+    def fast_domain(self) -> int | None:
+        """Ranks within the fastest network of the platform: a node, or a rack of NVLink."""
+        if self.platform is None:
+            return None
+        widest = 1
+        for level in self.platform.levels[:-1]:
+            if level.gbps < self.platform.levels[0].gbps and widest >= self.platform.ranks_per_node:
+                break
+            nodes = self.platform.ranks_per_node * (level.nodes or 1)
+            widest = max(widest, level.ranks or nodes)
+        return widest
 
     def environment_is(self, name: str, value: str) -> bool | None:
         """Whether a variable is known to have a value; None when nothing is known of it."""

@@ -57,7 +57,7 @@ class Rule:
         if not problem:
             return None
         if problem is True:
-            message = " ".join((self.judge.__doc__ or "").split())
+            message = " ".join((self.judge.__doc__ or "").split()).removesuffix(".")
             problem = Problem(message.format(c=command), self.fix.format(c=command))
         return Finding(
             id=self.id,

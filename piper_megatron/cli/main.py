@@ -1,18 +1,21 @@
 """`piper-megatron`: finds the commands in this package and turns errors into one line.
 
-A command is a module here with NAME and HELP, and either
+A command is a module here with NAME and HELP (others are helpers), and either
     add_arguments(parser) and run(args) -> exit code, or
     run_raw(argv) -> exit code, when it parses what follows its name by itself.
 All of them are loaded for `--help`: what is slow to import belongs inside their functions.
 """
 
 import argparse
+import itertools
+import json
 import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import NoReturn
 
 from piper_megatron import __version__, cli
 from piper_megatron.errors import USAGE_ERROR, PiperError
@@ -22,15 +25,22 @@ PROGRAM = "piper-megatron"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns its exit code; 2 for errors that the user can mend."""
+    """Runs a command line and returns its exit code; 2 for errors that the user can mend.
+
+    With `--json` such an error is a JSON object on stdout, {"error": text}.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        code = _run(sys.argv[1:] if argv is None else argv)
+        code = _run(argv)
         sys.stdout.flush()
         return code
     except PiperError as error:
         if switched_on("PIPER_DEBUG"):
             raise
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        if "--json" in itertools.takewhile(lambda token: token != "--", argv):
+            print(json.dumps({"error": str(error)}))
+        else:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except BrokenPipeError:
         # the reader, `head` for one, has seen enough; nothing is left to flush at exit
@@ -58,13 +68,18 @@ def _commands() -> dict[str, ModuleType]:
         for info in pkgutil.iter_modules(cli.__path__)
         if info.name != "main"
     ]
-    return {module.NAME: module for module in modules}
+    return {module.NAME: module for module in modules if hasattr(module, "NAME")}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports what it cannot read as every other error of the user's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PiperError(f"{message}; see {self.prog} --help")
 
 
 def _parser(commands: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROGRAM, description="Pipeline-by-expert-parallel grids for Megatron-Core."
-    )
+    parser = _Parser(PROGRAM, description="Pipeline-by-expert-parallel grids for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     _add_debug(parser, default=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

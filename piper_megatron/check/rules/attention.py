@@ -20,7 +20,7 @@ def heads_divide_over_tensor_ranks(c: Command) -> Problem | None:
     )
 
 
-@rule("attention.groups", f"{CONFIG}:1343")
+@rule("attention.groups", f"{CONFIG}:1342")
 def key_value_heads_fit_tensor_ranks(c: Command) -> Problem | None:
     """Key-value heads and tensor-parallel ranks divide one another."""
     groups = c.query_groups
@@ -57,7 +57,7 @@ def latent_attention_excludes_query_groups(c: Command) -> bool:
     return c.mla and c.group_query_attention
 
 
-@rule("attention.down-projection", f"{ARGUMENTS}:1896", since="0.18.2", fix="drop it")
+@rule("attention.down-projection", f"{ARGUMENTS}:1896", fix="drop it")
 def down_projection_fusion_needs_latent_attention(c: Command) -> bool:
     """--mla-down-proj-fusion needs --multi-latent-attention."""
     return c.mla_down_proj_fusion and not c.mla
@@ -77,7 +77,7 @@ def plain_attention_has_plain_rope(c: Command) -> bool:
 
 @rule(
     "rope.latent-fusion",
-    f"{CONFIG}:2965",
+    f"{CONFIG}:2967",
     fix="add --no-rope-fusion, or --rope-type yarn",
 )
 def fused_rope_of_latent_attention_is_yarn(c: Command) -> bool:
@@ -85,19 +85,19 @@ def fused_rope_of_latent_attention_is_yarn(c: Command) -> bool:
     return c.mla and c.rope_fusion and c.rope_type == "rope"
 
 
-@rule("rope.latent-interleaved", f"{CONFIG}:2192", fix="drop --rotary-interleaved")
+@rule("rope.latent-interleaved", f"{CONFIG}:2194", fix="drop --rotary-interleaved")
 def latent_attention_has_no_interleaved_rope(c: Command) -> bool:
     """--rotary-interleaved does not work with --multi-latent-attention."""
     return c.mla and c.rotary_interleaved
 
 
-@rule("rope.gate", f"{CONFIG}:2968", since="0.18.2", fix="drop --attention-output-gate")
+@rule("rope.gate", f"{CONFIG}:2970", fix="drop --attention-output-gate")
 def latent_attention_has_no_output_gate(c: Command) -> bool:
     """--attention-output-gate does not work with --multi-latent-attention."""
     return c.mla and c.attention_output_gate
 
 
-@rule("rope.latent-cache", f"{CONFIG}:2971", fix="add --no-rope-fusion")
+@rule("rope.latent-cache", f"{CONFIG}:2973", fix="add --no-rope-fusion")
 def cached_latents_exclude_fused_rope(c: Command) -> bool:
     """--cache-mla-latents needs --no-rope-fusion."""
     return c.mla and c.cache_mla_latents and c.rope_fusion
@@ -137,7 +137,7 @@ def prediction_layers_need_rope(c: Command) -> bool:
     return bool(c.mtp) and c.position_embedding_type not in ("rope", "none")
 
 
-@rule("positions.no-rope", f"{CONFIG}:2819", f"{CONFIG}:2827")
+@rule("positions.no-rope", f"{CONFIG}:2816", f"{CONFIG}:2825")
 def layers_without_rope_are_a_pattern_of_all(c: Command) -> Problem | None:
     """The layers without rotary positions are given for all layers."""
     pattern = c.no_rope_freq
@@ -158,13 +158,13 @@ def layers_without_rope_are_a_pattern_of_all(c: Command) -> Problem | None:
     )
 
 
-@rule("positions.no-rope-decode", f"{CONFIG}:2817", fix="drop --flash-decode")
+@rule("positions.no-rope-decode", f"{CONFIG}:2814", fix="drop --flash-decode")
 def flash_decode_needs_rope_everywhere(c: Command) -> bool:
     """--flash-decode does not work with --no-rope-freq."""
     return bool(c.no_rope_freq) and c.flash_decode
 
 
-@rule("attention.qk-clip-alpha", f"{ARGUMENTS}:1560", since="0.18.2", fix="--qk-clip-alpha 0.5")
+@rule("attention.qk-clip-alpha", f"{ARGUMENTS}:1560", fix="--qk-clip-alpha 0.5")
 def qk_clip_alpha_is_a_share(c: Command) -> bool:
     """--qk-clip-alpha {c.qk_clip_alpha} must lie between 0 and 1."""
     return c.qk_clip and not 0.0 < c.qk_clip_alpha < 1.0
@@ -173,7 +173,6 @@ def qk_clip_alpha_is_a_share(c: Command) -> bool:
 @rule(
     "attention.qk-clip-threshold",
     f"{ARGUMENTS}:1562",
-    since="0.18.2",
     fix="--qk-clip-threshold 100",
 )
 def qk_clip_threshold_is_positive(c: Command) -> bool:
@@ -181,7 +180,13 @@ def qk_clip_threshold_is_positive(c: Command) -> bool:
     return c.qk_clip and c.qk_clip_threshold <= 0
 
 
-@rule("attention.linear", f"{CONFIG}:1350", f"{CONFIG}:1368", f"{CONFIG}:1375", f"{CONFIG}:1379")
+@rule(
+    "attention.linear",
+    f"{CONFIG}:1348",
+    f"{CONFIG}:1368",
+    f"{CONFIG}:1375",
+    f"{CONFIG}:1379",
+)
 def linear_attention_has_its_heads(c: Command) -> Problem | None:
     """Gated delta nets need a layer frequency and heads that divide over TP x CP."""
     if c.experimental_attention_variant != "gated_delta_net":
@@ -199,14 +204,21 @@ def linear_attention_has_its_heads(c: Command) -> Problem | None:
         )
     if keys % ranks or values % ranks:
         return Problem(
-            f"{keys} key heads and {values} value heads of linear attention are not divisible by TP "
-            f"{c.tp} x CP {c.cp} = {ranks}",
+            f"{keys} key heads and {values} value heads of linear attention are not divisible "
+            f"by TP {c.tp} x CP {c.cp} = {ranks}",
             f"make TP x CP one of {nearest(ranks, divisors(keys))}",
         )
     return None
 
 
-@rule("attention.sparse", f"{CONFIG}:1386", f"{CONFIG}:1391", f"{CONFIG}:1395", since="0.18.2")
+@rule(
+    "attention.sparse",
+    f"{CONFIG}:1386",
+    f"{CONFIG}:1391",
+    f"{CONFIG}:1395",
+    f"{CONFIG}:2838",
+    f"{CONFIG}:2845",
+)
 def sparse_attention_has_its_settings(c: Command) -> Problem | None:
     """DeepSeek sparse attention has narrow conditions."""
     if not _sparse(c):
@@ -217,7 +229,8 @@ def sparse_attention_has_its_settings(c: Command) -> Problem | None:
         return Problem("--dsa-indexer-topk-freq must be at least 1", "--dsa-indexer-topk-freq 1")
     if c.dsa_indexer_skip_topk_offset < 0:
         return Problem(
-            "--dsa-indexer-skip-topk-offset must not be negative", "--dsa-indexer-skip-topk-offset 0"
+            "--dsa-indexer-skip-topk-offset must not be negative",
+            "--dsa-indexer-skip-topk-offset 0",
         )
     if c.rope_fusion:
         return Problem("sparse attention (dsa) has no fused rotary kernel", "add --no-rope-fusion")
@@ -233,7 +246,13 @@ def _sparse(c: Command) -> bool:
     return c.experimental_attention_variant == "dsa" or "D" in (c.hybrid_pattern or "")
 
 
-@rule("attention.batch-invariant", f"{CONFIG}:2869", f"{CONFIG}:2884")
+@rule(
+    "attention.batch-invariant",
+    f"{CONFIG}:2876",
+    f"{CONFIG}:2883",
+    f"{CONFIG}:2890",
+    f"{CONFIG}:2893",
+)
 def batch_invariance_has_its_conditions(c: Command) -> Problem | None:
     """Batch-invariant kernels need FlashAttention 3 or 4 without CP and dropout."""
     if not c.batch_invariant_mode:

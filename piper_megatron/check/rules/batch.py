@@ -1,5 +1,7 @@
 """Batch sizes against data parallelism, and sequence lengths."""
 
+import itertools
+
 from piper_megatron.check.command import Command
 from piper_megatron.check.near import next_multiple
 from piper_megatron.check.rule import Problem, rule
@@ -128,7 +130,7 @@ def _schedule_fault(text: str, seq: int) -> str | None:
         return "is empty"
     if steps[0][0] != 0:
         return "does not start at 0"
-    if any(later[0] <= earlier[0] for earlier, later in zip(steps, steps[1:], strict=False)):
+    if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(steps)):
         return "has two entries at the same sample"
     if any(batch <= 0 for _, batch in steps):
         return "has a batch size below 1"

@@ -15,7 +15,9 @@ SCOPES = {
 EXPERT_OFFLOADS = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
-@rule("graphs.old-flags", f"{ARGUMENTS}:594", f"{ARGUMENTS}:597", f"{CONFIG}:2366")
+@rule(
+    "graphs.old-flags", f"{ARGUMENTS}:594", f"{ARGUMENTS}:597", f"{CONFIG}:2366", f"{CONFIG}:2369"
+)
 def one_flag_turns_graphs_on(c: Command) -> Problem | None:
     """CUDA graphs are turned on once."""
     old = [
@@ -34,13 +36,22 @@ def one_flag_turns_graphs_on(c: Command) -> Problem | None:
     )
 
 
-@rule("graphs.old-scope", f"{ARGUMENTS}:616", since="0.19.2", fix="drop --cuda-graph-scope")
+@rule("graphs.old-scope", f"{ARGUMENTS}:616", fix="drop --cuda-graph-scope", since="0.18.2")
 def one_flag_names_modules(c: Command) -> bool:
     """--cuda-graph-scope and --cuda-graph-modules are the same and cannot be combined."""
     return c.cuda_graph_scope_deprecated is not None and bool(c.values.cuda_graph_modules)
 
 
-@rule("graphs.deprecated-modules", f"{GRAPHS}:44", f"{GRAPHS}:103", f"{GRAPHS}:113", since="0.19.2")
+@rule(
+    "graphs.deprecated-modules",
+    f"{GRAPHS}:40",
+    f"{GRAPHS}:98",
+    f"{GRAPHS}:108",
+    f"{GRAPHS}:112",
+    f"{GRAPHS}:118",
+    f"{GRAPHS}:122",
+    since="0.18.2",
+)
 def deprecated_modules_stand_alone(c: Command) -> Problem | None:
     """Deprecated module names that stand for another flag do not contradict it."""
     names = c.graph_modules_typed
@@ -72,7 +83,7 @@ def _impl_of_flags(c: Command) -> str:
     return "transformer_engine" if c.external_cuda_graph else c.cuda_graph_impl
 
 
-@rule("graphs.inference-scope", f"{ARGUMENTS}:629", f"{CONFIG}:2456", since="0.19.2")
+@rule("graphs.inference-scope", f"{ARGUMENTS}:629", f"{CONFIG}:2456", since="0.18.2")
 def inference_scope_fits_the_implementation(c: Command) -> Problem | None:
     """Only the local implementation captures graphs for inference."""
     legal = SCOPES[c.graph_impl]
@@ -89,8 +100,8 @@ def inference_scope_fits_the_implementation(c: Command) -> Problem | None:
     "graphs.whole-iteration",
     f"{ARGUMENTS}:1888",
     f"{CONFIG}:2461",
-    since="0.19.2",
     fix="drop --cuda-graph-modules",
+    since="0.18.2",
 )
 def whole_iteration_has_no_modules(c: Command) -> bool:
     """A CUDA graph of the whole iteration has no --cuda-graph-modules."""
@@ -108,7 +119,7 @@ def whole_iteration_has_no_nan_check(c: Command) -> bool:
     return c.graph_impl == "full_iteration" and checks
 
 
-@rule("graphs.block-fp8", f"{ARGUMENTS}:1201", f"{ARGUMENTS}:1204", since="0.19.2")
+@rule("graphs.block-fp8", f"{ARGUMENTS}:1201", f"{ARGUMENTS}:1204")
 def fp8_in_inference_blocks_has_conditions(c: Command) -> Problem | None:
     """8-bit inference in one graph needs the inference layers and mxfp8."""
     if c.graph_scope != "block" or c.fp8 is None:
@@ -137,7 +148,7 @@ def graphs_exclude_layer_offloading(c: Command) -> bool:
 
 
 def _captured(c: Command) -> set[str]:
-    """Modules of a per-layer graph; the local implementation takes router and preprocessing both."""
+    """Modules of a per-layer graph; the local one takes router and preprocessing together."""
     modules = set(c.graph_modules)
     if c.graph_impl == "local" and modules & {"moe_router", "moe_preprocess"}:
         modules |= {"moe_router", "moe_preprocess"}
@@ -168,7 +179,9 @@ def captured_modules_fit_the_model(c: Command) -> Problem | None:
             return Problem("--cuda-graph-modules names experts in a dense model", fix)
         return None
     frequency = c.values.moe_layer_freq
-    if "mlp" in modules and (frequency == 1 or isinstance(frequency, list) and 0 not in frequency):
+    if "mlp" in modules and (
+        frequency == 1 or (isinstance(frequency, list) and 0 not in frequency)
+    ):
         return Problem("mlp in --cuda-graph-modules: the model has no dense layer", fix)
     if c.capacity is not None and c.moe_pad_expert_input_to_capacity:
         return None

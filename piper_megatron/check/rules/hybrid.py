@@ -8,7 +8,7 @@ PATTERN = "core/models/hybrid/hybrid_layer_allocation.py"
 LAYERS = set("MG*D+-E")
 
 
-@rule("hybrid.one-pattern", f"{ARGUMENTS}:722", since="0.18.2", first=True)
+@rule("hybrid.one-pattern", f"{ARGUMENTS}:722", first=True)
 def pattern_is_given_once(c: Command) -> Problem | None:
     """The layer pattern of a hybrid model is given once."""
     if c.hybrid_override_pattern is None or c.hybrid_layer_pattern is None:
@@ -19,7 +19,7 @@ def pattern_is_given_once(c: Command) -> Problem | None:
     )
 
 
-@rule("hybrid.pattern", f"{PATTERN}:275", f"{PATTERN}:283", f"{PATTERN}:245", first=True)
+@rule("hybrid.pattern", f"{PATTERN}:262", f"{PATTERN}:291", f"{PATTERN}:298", first=True)
 def pattern_can_be_read(c: Command) -> Problem | None:
     """A pattern has known layers, one kind of attention and equal prediction parts."""
     if c.hybrid_pattern is None:
@@ -37,7 +37,7 @@ def pattern_can_be_read(c: Command) -> Problem | None:
     return Problem(f"--hybrid-layer-pattern '{c.hybrid_pattern}' {fault}", "correct the pattern")
 
 
-@rule("hybrid.layers", f"{ARGUMENTS}:764", first=True, fix="name at least one layer")
+@rule("hybrid.layers", "core/utils.py:835", first=True, fix="name at least one layer")
 def pattern_has_layers(c: Command) -> bool:
     """--hybrid-layer-pattern names no layer."""
     return c.hybrid_pattern is not None and c.layers == 0
@@ -52,7 +52,6 @@ def pattern_has_layers(c: Command) -> bool:
     f"{ARGUMENTS}:799",
     f"{ARGUMENTS}:803",
     f"{ARGUMENTS}:808",
-    since="0.18.2",
 )
 def pattern_says_how_layers_are_split(c: Command) -> Problem | None:
     """The pattern of a hybrid model also says where its stages end."""
@@ -88,7 +87,7 @@ def pattern_says_how_layers_are_split(c: Command) -> Problem | None:
     )
 
 
-@rule("hybrid.segments", f"{ARGUMENTS}:823", since="0.18.2")
+@rule("hybrid.segments", f"{ARGUMENTS}:823")
 def segments_divide_over_pipeline_ranks(c: Command) -> Problem | None:
     """The segments of a pattern are a multiple of the pipeline ranks."""
     if c.hybrid_pattern is None:

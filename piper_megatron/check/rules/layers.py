@@ -63,7 +63,7 @@ def engine_activation_is_a_common_one(c: Command) -> Problem | None:
     return None
 
 
-@rule("norm.residual", f"{CONFIG}:2149", since="0.19.2", fix="--normalization RMSNorm")
+@rule("norm.residual", f"{CONFIG}:2149", fix="--normalization RMSNorm")
 def fused_residual_needs_rmsnorm(c: Command) -> bool:
     """--fused-residual-rmsnorm needs --normalization RMSNorm."""
     return c.fused_residual_rmsnorm and c.normalization != "RMSNorm"
@@ -80,7 +80,7 @@ def xavier_initialisation_is_broken(c: Command) -> bool:
     return c.init_method_xavier_uniform
 
 
-@rule("init.mup", f"{CONFIG}:2201", since="0.18.2", fix="--mup-base-hidden-size {c.hidden_size}")
+@rule("init.mup", f"{CONFIG}:2201", fix="--mup-base-hidden-size {c.hidden_size}")
 def mup_base_is_positive(c: Command) -> bool:
     """--mup-base-hidden-size {c.mup_base_hidden_size} must be positive."""
     return c.use_mup and c.mup_base_hidden_size is not None and c.mup_base_hidden_size <= 0

@@ -9,7 +9,7 @@ CONFIG = "core/transformer/transformer_config.py"
 DROPPING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-@rule("experts.missing", f"{ARGUMENTS}:1601", f"{CONFIG}:1464")
+@rule("experts.missing", f"{ARGUMENTS}:1601", f"{CONFIG}:1469")
 def expert_parallelism_needs_experts(c: Command) -> Problem | None:
     """Expert parallelism needs experts."""
     if c.ep == 1 or c.experts is not None:
@@ -33,7 +33,7 @@ def experts_divide_over_expert_ranks(c: Command) -> Problem | None:
     )
 
 
-@rule("experts.positive", f"{CONFIG}:1533", fix="give 1 or more, or drop --num-experts")
+@rule("experts.positive", f"{CONFIG}:1532", fix="give 1 or more, or drop --num-experts")
 def experts_are_at_least_one(c: Command) -> bool:
     """--num-experts {c.values.num_experts} must be positive."""
     return c.experts is not None and c.experts < 0
@@ -43,6 +43,7 @@ def experts_are_at_least_one(c: Command) -> bool:
     "experts.width-without",
     f"{CONFIG}:1551",
     fix="drop --moe-ffn-hidden-size, or add --num-experts",
+    since="0.18.2",
 )
 def expert_width_needs_experts(c: Command) -> bool:
     """--moe-ffn-hidden-size is given without --num-experts."""
@@ -70,7 +71,7 @@ def shared_experts_have_a_width(c: Command) -> bool:
     return width is not None and width <= 0
 
 
-@rule("experts.latent", f"{ARGUMENTS}:1900", f"{ARGUMENTS}:1901", since="0.18.2")
+@rule("experts.latent", f"{ARGUMENTS}:1900", f"{ARGUMENTS}:1901")
 def latent_experts_have_a_width(c: Command) -> Problem | None:
     """Latent experts need a positive width and experts."""
     if c.moe_latent_size is None or (c.moe_latent_size > 0 and c.experts is not None):
@@ -86,7 +87,7 @@ def latent_experts_have_a_width(c: Command) -> Problem | None:
     f"{CONFIG}:1575",
     f"{CONFIG}:1580",
     f"{CONFIG}:1587",
-    since="0.19.2",
+    since="0.18.2",
 )
 def single_grouped_weights_have_conditions(c: Command) -> Problem | None:
     """One tensor for all local experts needs grouped GEMM and the op fuser."""
@@ -94,7 +95,7 @@ def single_grouped_weights_have_conditions(c: Command) -> Problem | None:
         return None
     needs = {"--moe-grouped-gemm": c.moe_grouped_gemm}
     if c.moe_single_grouped_weight:
-        eight = c.fp8 and c.fp8_recipe != "mxfp8" or c.fp4 and c.fp4_recipe != "nvfp4"
+        eight = (c.fp8 and c.fp8_recipe != "mxfp8") or (c.fp4 and c.fp4_recipe != "nvfp4")
         needs["an mxfp8 or nvfp4 recipe"] = not eight
         needs["--use-transformer-engine-op-fuser"] = c.use_transformer_engine_op_fuser
     if c.moe_single_grouped_bias:
@@ -132,7 +133,7 @@ def expert_bias_needs_sigmoid_scores(c: Command) -> bool:
     )
 
 
-@rule("router.top-one", f"{CONFIG}:2340", fix="add --moe-router-pre-softmax")
+@rule("router.top-one", f"{CONFIG}:2336", fix="add --moe-router-pre-softmax")
 def top_one_needs_softmax_before(c: Command) -> bool:
     """--moe-router-topk 1 with softmax scores needs --moe-router-pre-softmax: the softmax over \
     one choice has no gradient. Megatron asks for it in dense models too."""
@@ -144,7 +145,7 @@ def top_one_needs_softmax_before(c: Command) -> bool:
     )
 
 
-@rule("router.groups", f"{CONFIG}:2350", f"{CONFIG}:2354", f"{CONFIG}:2358")
+@rule("router.groups", f"{CONFIG}:2345", f"{CONFIG}:2349", f"{CONFIG}:2353")
 def expert_groups_come_out(c: Command) -> Problem | None:
     """Group-limited routing needs equal groups, and no more chosen than there are."""
     groups, chosen = c.moe_router_num_groups, c.moe_router_group_topk
@@ -183,8 +184,8 @@ def every_balancing_type_has_its_coefficient(c: Command) -> Problem | None:
 
 @rule(
     "capacity.balancing",
-    f"{CONFIG}:1672",
-    f"{CONFIG}:1682",
+    f"{CONFIG}:1671",
+    f"{CONFIG}:1681",
     fix="--moe-router-load-balancing-type aux_loss, or drop --moe-expert-capacity-factor",
 )
 def capacity_needs_an_auxiliary_loss(c: Command) -> bool:
@@ -197,7 +198,7 @@ def capacity_needs_an_auxiliary_loss(c: Command) -> bool:
 
 @rule(
     "capacity.padding",
-    f"{CONFIG}:1689",
+    f"{CONFIG}:1688",
     fix="add --moe-expert-capacity-factor 1.0, or drop the padding",
 )
 def padding_needs_a_capacity(c: Command) -> bool:

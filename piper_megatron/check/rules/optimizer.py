@@ -124,7 +124,7 @@ def _distributed(c: Command) -> bool:
     f"{ARGUMENTS}:1012",
 )
 def torch_fsdp_has_conditions(c: Command) -> Problem | None:
-    """torch's FSDP2 excludes pipelines, experts and Megatron's own optimizer sharding."""
+    """Torch's FSDP2 excludes pipelines, experts and Megatron's own optimizer sharding."""
     if not c.use_torch_fsdp2:
         return None
     needs = {

@@ -14,7 +14,9 @@ def tensor_overlap_needs_sequence_parallelism(c: Command) -> Problem | None:
     if not c.tp_comm_overlap or c.sequence_parallel:
         return None
     if c.tp == 1:
-        return Problem("--tp-comm-overlap with TP 1 has nothing to overlap", "drop --tp-comm-overlap")
+        return Problem(
+            "--tp-comm-overlap with TP 1 has nothing to overlap", "drop --tp-comm-overlap"
+        )
     return Problem("--tp-comm-overlap needs --sequence-parallel", "add --sequence-parallel")
 
 
@@ -78,7 +80,9 @@ def delayed_wgrad_needs_expert_overlap(c: Command) -> bool:
     return c.delay_wgrad_compute and not c.overlap_moe_expert_parallel_comm
 
 
-@rule("overlap.delayed-wgrad-impl", f"{ARGUMENTS}:1823", fix="--transformer-impl transformer_engine")
+@rule(
+    "overlap.delayed-wgrad-impl", f"{ARGUMENTS}:1823", fix="--transformer-impl transformer_engine"
+)
 def delayed_wgrad_needs_transformer_engine(c: Command) -> bool:
     """--delay-wgrad-compute needs --transformer-impl transformer_engine."""
     return c.delay_wgrad_compute and c.transformer_impl != "transformer_engine"

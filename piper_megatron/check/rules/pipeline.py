@@ -9,15 +9,15 @@ from piper_megatron.layout.pipeline import (
     balanced_layout_string,
     pipeline_faults,
     pipeline_layout,
-    stages_of_text,
 )
+from piper_megatron.workload.layout_text import stages_of_text
 
 ARGUMENTS = "training/arguments.py"
 CONFIG = "core/transformer/transformer_config.py"
 LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
 
 
-@rule("pipeline.even", f"{ARGUMENTS}:934", f"{ARGUMENTS}:963", f"{CONFIG}:2072", f"{CONFIG}:2087")
+@rule("pipeline.even", f"{ARGUMENTS}:934", f"{ARGUMENTS}:963", f"{CONFIG}:2077", f"{CONFIG}:2090")
 def layers_divide_over_pipeline_ranks(c: Command) -> Problem | None:
     """Without another split, every pipeline rank gets the same number of layers."""
     if not _even_split_is_checked(c) or c.split_layers % c.pp == 0:
@@ -30,7 +30,7 @@ def layers_divide_over_pipeline_ranks(c: Command) -> Problem | None:
 
 
 def _even_split_is_checked(c: Command) -> bool:
-    """Megatron looks at start-up unless virtual stages are counted per rank or layers are placed."""
+    """At start-up, unless virtual stages are counted per rank or layers are placed."""
     if c.hybrid_pattern is not None or c.uneven or c.values.pipeline_model_parallel_layout:
         return False
     accounting = (
@@ -148,13 +148,18 @@ def virtual_stages_divide_a_ranks_layers(c: Command) -> Problem | None:
     if per_rank % each == 0:
         return None
     return Problem(
-        f"--num-layers-per-virtual-pipeline-stage {each} does not divide the {per_rank} layers of a "
-        f"pipeline rank",
+        f"--num-layers-per-virtual-pipeline-stage {each} does not divide the {per_rank} layers of "
+        "a pipeline rank",
         f"--num-layers-per-virtual-pipeline-stage {nearest(each, divisors(per_rank))}",
     )
 
 
-@rule("pipeline.interleaved-ranks", f"{ARGUMENTS}:968", f"{ARGUMENTS}:972", "core/parallel_state.py:829")
+@rule(
+    "pipeline.interleaved-ranks",
+    f"{ARGUMENTS}:968",
+    f"{ARGUMENTS}:972",
+    "core/parallel_state.py:829",
+)
 def interleaving_needs_ranks(c: Command) -> Problem | None:
     """The interleaved schedule needs more than one pipeline rank; more than two without overlap."""
     if c.vpp is None:
@@ -170,7 +175,7 @@ def interleaving_needs_ranks(c: Command) -> Problem | None:
     )
 
 
-@rule("pipeline.uneven-or-accounting", f"{CONFIG}:1924")
+@rule("pipeline.uneven-or-accounting", f"{CONFIG}:1929")
 def uneven_split_excludes_accounting(c: Command) -> Problem | None:
     """Layer counts of the ends exclude counting the embedding or the loss as a layer."""
     accounting = (
@@ -186,7 +191,7 @@ def uneven_split_excludes_accounting(c: Command) -> Problem | None:
     )
 
 
-@rule("layout.alone", f"{CONFIG}:1941")
+@rule("layout.alone", f"{CONFIG}:1946")
 def layout_excludes_other_splits(c: Command) -> Problem | None:
     """A layout is the only thing that says where layers go."""
     if c.values.pipeline_model_parallel_layout is None:
@@ -274,9 +279,9 @@ def layout_has_the_models_layers(c: Command) -> Problem | None:
 
 @rule(
     "pipeline.uneven",
-    f"{CONFIG}:1997",
+    f"{CONFIG}:1998",
     f"{CONFIG}:2006",
-    f"{CONFIG}:2016",
+    f"{CONFIG}:2017",
     f"{CONFIG}:2025",
     f"{CONFIG}:2036",
     f"{CONFIG}:2044",
@@ -320,11 +325,13 @@ def _uneven_fault(c: Command) -> str | None:
     if ranks and layers % ranks:
         return f"{left}, which do not divide"
     if ranks and vpp and layers // ranks % vpp:
-        return f"{left}, {layers // ranks} each, not divisible by the {vpp} virtual stages of a rank"
+        return (
+            f"{left}, {layers // ranks} each, not divisible by the {vpp} virtual stages of a rank"
+        )
     return None
 
 
-@rule("pipeline.accounting-virtual", f"{CONFIG}:2099")
+@rule("pipeline.accounting-virtual", f"{CONFIG}:2103")
 def counted_layers_divide_over_virtual_stages(c: Command) -> Problem | None:
     """With the embedding or the loss counted, virtual stages divide a rank's share."""
     accounting = (
@@ -343,7 +350,12 @@ def counted_layers_divide_over_virtual_stages(c: Command) -> Problem | None:
     )
 
 
-@rule("pipeline.build", "core/transformer/transformer_block.py:151", late=True)
+@rule(
+    "pipeline.build",
+    "core/transformer/transformer_block.py:150",
+    "core/transformer/transformer_block.py:169",
+    late=True,
+)
 def every_stage_can_be_built(c: Command) -> Problem | None:
     """What start-up lets through and the building of the model does not."""
     if c.hybrid_pattern is not None or c.values.pipeline_model_parallel_layout is not None:

@@ -92,7 +92,7 @@ def bf16_layers_fit_a_stage(c: Command) -> Problem | None:
     return None
 
 
-@rule("precision.quantizer", f"{CONFIG}:1433", f"{CONFIG}:1459", since="0.18.2")
+@rule("precision.quantizer", f"{CONFIG}:1433", f"{CONFIG}:1459")
 def custom_recipes_name_their_quantizer(c: Command) -> Problem | None:
     """A custom recipe names its quantizer."""
     for bits in ("fp8", "fp4"):
@@ -105,7 +105,7 @@ def custom_recipes_name_their_quantizer(c: Command) -> Problem | None:
     return None
 
 
-@rule("precision.output-projection", f"{CONFIG}:1444", f"{CONFIG}:1446", since="0.19.2")
+@rule("precision.output-projection", f"{CONFIG}:1444", f"{CONFIG}:1446", since="0.18.2")
 def eight_bit_output_needs_mxfp8(c: Command) -> Problem | None:
     """The output projection in 8 bits needs the mxfp8 recipe."""
     if c.fp8_output_proj and not (c.fp8 and c.fp8_recipe == "mxfp8"):
@@ -116,7 +116,12 @@ def eight_bit_output_needs_mxfp8(c: Command) -> Problem | None:
     return None
 
 
-@rule("precision.loss-fusion", f"{ARGUMENTS}:1642", fix="--cross-entropy-fusion-impl native")
+@rule(
+    "precision.loss-fusion",
+    f"{ARGUMENTS}:1642",
+    fix="--cross-entropy-fusion-impl native",
+    since="0.18.2",
+)
 def transformer_engine_loss_is_off(c: Command) -> bool:
     """Megatron refuses --cross-entropy-loss-fusion with --cross-entropy-fusion-impl te since \
     0.18: it is unstable."""
@@ -138,7 +143,9 @@ def determinism_excludes(c: Command) -> Problem | None:
     ]
     if not found:
         return None
-    return Problem(f"--deterministic-mode excludes {' and '.join(found)}", f"drop {' '.join(found)}")
+    return Problem(
+        f"--deterministic-mode excludes {' and '.join(found)}", f"drop {' '.join(found)}"
+    )
 
 
 @rule("shards.fp4", f"{ARGUMENTS}:1477", since="0.19.2", fix="add --fp4-param-gather")

@@ -72,7 +72,7 @@ def selective_recomputation_names_modules_only(c: Command) -> Problem | None:
     f"{CONFIG}:1758",
 )
 def distributed_activations_have_conditions(c: Command) -> Problem | None:
-    """Distributing saved activations needs TP and full recomputation without sequence parallelism."""
+    """Distributed saved activations need TP and full recomputation, no sequence parallelism."""
     if not c.distribute_saved_activations:
         return None
     needs = {
@@ -227,7 +227,7 @@ def offloaded_modules_exist(c: Command) -> Problem | None:
     )
 
 
-@rule("offload.amounts", f"{CONFIG}:1885", f"{CONFIG}:1888", f"{CONFIG}:1891")
+@rule("offload.amounts", f"{CONFIG}:1885", f"{CONFIG}:1888", f"{CONFIG}:1891", since="0.19.2")
 def amounts_to_offload_are_possible(c: Command) -> Problem | None:
     """Sizes and shares of what is offloaded are possible ones."""
     if not c.fine_grained_activation_offloading:
@@ -246,4 +246,6 @@ def amounts_to_offload_are_possible(c: Command) -> Problem | None:
     found = [flag for flag, is_wrong in wrong.items() if is_wrong]
     if not found:
         return None
-    return Problem(f"{', '.join(found)}: not possible", "no negative size, and a fraction of 0 to 1")
+    return Problem(
+        f"{', '.join(found)}: not possible", "no negative size, and a fraction of 0 to 1"
+    )

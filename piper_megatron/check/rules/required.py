@@ -3,7 +3,6 @@
 from piper_megatron.check.command import Command
 from piper_megatron.check.rule import Problem, rule
 
-# flag of the size, and whether Megatron itself stops at the start when it is not positive
 REQUIRED = {
     "hidden_size": "--hidden-size",
     "num_attention_heads": "--num-attention-heads",
@@ -20,8 +19,9 @@ PARALLEL = {
 }
 
 
-@rule("required.sizes", "training/arguments.py:675", "training/arguments.py:1947", first=True)
+@rule("required.sizes", "training/arguments.py:675", "training/arguments.py:1924", first=True)
 def sizes_of_the_model_are_given(c: Command) -> Problem | None:
+    """A model has its sizes, and a run its micro-batch."""
     missing = [flag for name, flag in REQUIRED.items() if getattr(c.values, name) is None]
     if missing:
         return Problem(f"{', '.join(missing)} missing", f"add {' and '.join(missing)}")
@@ -42,6 +42,7 @@ def sequence_length_is_given(c: Command) -> bool:
 
 @rule("parallel.positive", "training/arguments.py:430", "core/parallel_state.py:823", first=True)
 def parallel_sizes_are_positive(c: Command) -> Problem | None:
+    """Parallel sizes start at 1."""
     wrong = [
         f"{flag} {value}"
         for name, flag in PARALLEL.items()
@@ -54,6 +55,7 @@ def parallel_sizes_are_positive(c: Command) -> Problem | None:
 
 @rule("batch.positive", "training/arguments.py:676", "training/arguments.py:687", first=True)
 def batch_sizes_are_positive(c: Command) -> Problem | None:
+    """Batches have at least one sequence."""
     sizes = {
         "--micro-batch-size": c.micro_batch_size,
         "--global-batch-size": c.values.global_batch_size,
@@ -67,6 +69,7 @@ def batch_sizes_are_positive(c: Command) -> Problem | None:
 
 @rule("model.positive", "training/arguments.py:1292", first=True)
 def sizes_of_the_model_are_positive(c: Command) -> Problem | None:
+    """Sizes of the model start at 1."""
     sizes = {
         "--num-layers": c.values.num_layers,
         "--hidden-size": c.values.hidden_size,

@@ -84,6 +84,7 @@ def fused_inference_communication_has_conditions(c: Command) -> Problem | None:
     f"{ARGUMENTS}:483",
     f"{ARGUMENTS}:499",
     f"{ARGUMENTS}:504",
+    f"{ARGUMENTS}:509",
 )
 def graphs_of_reinforcement_learning_have_conditions(c: Command) -> Problem | None:
     """CUDA graphs and key-value caches of reinforcement learning depend on each other."""
@@ -162,7 +163,7 @@ def rollouts_fill_global_batches(c: Command) -> Problem | None:
     ):
         if interval is not None and (iterations == 0 or interval % iterations):
             return Problem(
-                f"{flag} {interval} is not a multiple of the {iterations} iterations of a collection",
+                f"{flag} {interval} is not a multiple of a collection's {iterations} iterations",
                 f"{flag} {iterations}",
             )
     return None

@@ -3,7 +3,7 @@
 from math import prod
 
 from piper_megatron.check.command import Command
-from piper_megatron.check.near import next_multiple, sizes_that
+from piper_megatron.check.near import divisors, nearest, next_multiple, sizes_that
 from piper_megatron.check.rule import Problem, rule
 
 
@@ -37,11 +37,10 @@ def _single_changes(c: Command) -> str:
     for flag, size in (("tensor", c.tp), ("pipeline", c.pp), ("context", c.cp)):
         others = c.dense_grid // size
         if size > 1 and c.gpus % others == 0:
-            name = f"--{flag}-model-parallel-size" if flag != "context" else "--context-parallel-size"
-            legal = sizes_that(
-                size, c.gpus // others, lambda n, others=others: c.gpus % (others * n) == 0
+            name = (
+                f"--{flag}-model-parallel-size" if flag != "context" else "--context-parallel-size"
             )
-            changes.append(f"{name} {legal}")
+            changes.append(f"{name} {nearest(size, divisors(c.gpus // others))}")
     return f", or change one size: {'; '.join(changes)}" if changes else ""
 
 
@@ -53,11 +52,11 @@ def gpus_hold_whole_copies_of_the_experts(c: Command) -> Problem | None:
     defaulted = c.expert_tensor_parallel_size is None and c.tp > 1
     etp = f"ETP {c.etp}"
     if defaulted:
-        etp += f" (--expert-tensor-parallel-size is not given, so expert tensor parallelism is TP {c.tp})"
+        etp += f" (the default, TP {c.tp}: --expert-tensor-parallel-size is not given)"
     shards = f" x {c.egtp} further weight shards" if c.egtp > 1 else ""
     message = (
-        f"{c.gpus} GPUs are not a multiple of the expert grid EP {c.ep} x {etp} x PP {c.pp}{shards} "
-        f"= {c.expert_grid}"
+        f"{c.gpus} GPUs are not a multiple of the expert grid EP {c.ep} x {etp} x PP "
+        f"{c.pp}{shards} = {c.expert_grid}"
     )
     fixes = []
     if defaulted and c.gpus % (c.expert_grid // c.etp) == 0:
@@ -83,10 +82,8 @@ def gpus_hold_whole_copies_of_the_experts(c: Command) -> Problem | None:
 )
 def pipeline_inside_data_needs_equal_grids(c: Command) -> bool:
     """--use-tp-pp-dp-mapping with PP {c.pp} needs the same data parallelism for dense layers and \
-    experts, and it is {c.dp} and {c.edp} (EP {c.ep} x ETP {c.etp} against TP {c.tp} x CP {c.cp})."""
-    return bool(
-        c.use_tp_pp_dp_mapping and c.pp > 1 and c.dp and c.edp and c.dp != c.edp
-    )
+    experts, and it is {c.dp} and {c.edp} (EP {c.ep} x ETP {c.etp}, TP {c.tp} x CP {c.cp})."""
+    return bool(c.use_tp_pp_dp_mapping and c.pp > 1 and c.dp and c.edp and c.dp != c.edp)
 
 
 @rule("world.instances", "core/parallel_state.py:922", "core/parallel_state.py:1447")
@@ -146,7 +143,9 @@ def weight_shards_are_a_multiple_of_the_tensor_size(c: Command) -> Problem | Non
     return None
 
 
-@rule("sharp.group", "core/parallel_state.py:789", fix="add --use-sharp or drop --sharp-enabled-group")
+@rule(
+    "sharp.group", "core/parallel_state.py:789", fix="add --use-sharp or drop --sharp-enabled-group"
+)
 def sharp_group_needs_sharp(c: Command) -> bool:
     """--sharp-enabled-group only means something with --use-sharp."""
     return not c.use_sharp and c.sharp_enabled_group is not None
@@ -213,7 +212,7 @@ def a2a_p2p_needs_levels(c: Command) -> bool:
     return "a2a+p2p" in c.cp_comm_type and c.hierarchical_context_parallel_sizes is None
 
 
-@rule("context.comm-types", "core/transformer/transformer_config.py:2772")
+@rule("context.comm-types", "core/transformer/transformer_config.py:2780")
 def one_context_comm_type_or_one_a_layer(c: Command) -> Problem | None:
     """Communication of context parallelism is one type, or one for every layer."""
     if c.cp > 1 and len(c.cp_comm_type) not in (1, c.layers):
@@ -231,7 +230,6 @@ def one_context_comm_type_or_one_a_layer(c: Command) -> Problem | None:
     "training/arguments.py:1407",
     "training/arguments.py:1408",
     "training/arguments.py:1409",
-    since="0.18.2",
 )
 def hybrid_context_parallelism_excludes(c: Command) -> Problem | None:
     """Hybrid context parallelism has narrow conditions."""
@@ -256,7 +254,6 @@ def hybrid_context_parallelism_excludes(c: Command) -> Problem | None:
 @rule(
     "context.hybrid-even",
     "core/parallel_state.py:1043",
-    since="0.18.2",
     fix="use an even number of data-parallel ranks",
 )
 def hybrid_context_parallelism_needs_even_ranks(c: Command) -> bool:

@@ -188,9 +188,7 @@ def retained_checkpoints_are_saved_ones(c: Command) -> Problem | None:
 @rule("checkpoint.params", f"{ARGUMENTS}:1328", fix="drop --overlap-param-gather")
 def saving_parameters_excludes_overlapped_gather(c: Command) -> bool:
     """--save-params-interval excludes --overlap-param-gather."""
-    return (
-        c.save is not None and c.save_params_interval is not None and c.overlap_param_gather
-    )
+    return c.save is not None and c.save_params_interval is not None and c.overlap_param_gather
 
 
 @rule("log.memory", f"{ARGUMENTS}:1330", fix="--log-memory-interval {c.log_interval}")
@@ -201,7 +199,7 @@ def memory_is_logged_with_the_rest(c: Command) -> bool:
     return c.log_memory_interval is not None and (every == 0 or c.log_memory_interval % every != 0)
 
 
-@rule("checkpoint.convert", f"{ARGUMENTS}:392", f"{ARGUMENTS}:393")
+@rule("checkpoint.convert", f"{ARGUMENTS}:392", f"{ARGUMENTS}:393", since="0.18.2")
 def conversion_has_both_ends(c: Command) -> Problem | None:
     """Converting checkpoints needs a source and a target."""
     if c.ckpt_convert_format is None or (c.ckpt_convert_save is not None and c.load is not None):
@@ -259,13 +257,13 @@ def saved_logits_have_conditions(c: Command) -> Problem | None:
     )
 
 
-@rule("checkpoint.override", f"{ARGUMENTS}:1771", since="0.18.2", fix="drop one of the two")
+@rule("checkpoint.override", f"{ARGUMENTS}:1771", fix="drop one of the two", since="0.19.2")
 def finetuning_starts_at_zero(c: Command) -> bool:
     """--override-ckpt-iteration and --finetune exclude each other."""
     return c.override_ckpt_iteration is not None and c.finetune
 
 
-@rule("checkpoint.arguments", f"{ARGUMENTS}:93", f"{ARGUMENTS}:94", since="0.18.2")
+@rule("checkpoint.arguments", f"{ARGUMENTS}:93", f"{ARGUMENTS}:94")
 def arguments_of_a_checkpoint_need_one(c: Command) -> Problem | None:
     """Arguments can only be read from a checkpoint that is named."""
     if not c.use_checkpoint_args:
