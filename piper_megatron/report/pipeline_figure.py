@@ -6,36 +6,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from piper_megatron.errors import PiperError
+from piper_megatron.report.figure import (
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    YELLOW,
+    new_figure,
+    save,
+)
 from piper_megatron.resources.estimate import Memory
 from piper_megatron.resources.schedule import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart
-_BLUE, _SKY, _GREEN, _ORANGE, _PURPLE, _YELLOW, _RED = (
-    "#0072B2",
-    "#56B4E9",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-    "#F0E442",
-    "#D55E00",
-)
-_GREY, _LIGHT = "#8C8C8C", "#F2F2F2"
 _MEMORY = {
-    "weights": _BLUE,
-    "gradients": _SKY,
-    "optimizer": _GREEN,
-    "activations": _ORANGE,
-    "dispatch": _PURPLE,
-    "logits": _YELLOW,
-    "communicators": _GREY,
+    "weights": BLUE,
+    "gradients": SKY,
+    "optimizer": GREEN,
+    "activations": ORANGE,
+    "dispatch": PURPLE,
+    "logits": YELLOW,
+    "communicators": GREY,
 }
-_AFTER = (_PURPLE, _GREY, _YELLOW, _SKY)
+_AFTER = (PURPLE, GREY, YELLOW, SKY)
 _INCHES = (12.0, 8.0)
-_DOTS_PER_INCH = 150
 _ROW = 0.84  # height of a stage's bar, of the distance between two
 _NUMBERED_ROW = 70  # passes of a stage up to which their numbers can be read
 _OUTLINED_ROW = 160  # and up to which outlines do not hide them
@@ -56,25 +56,11 @@ def draw(
     Raises:
         PiperError: matplotlib is not installed, does not know the format, or cannot write there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PiperError(
-            "--plot needs matplotlib; install it with pip install 'piper-megatron[plot]'"
-        ) from None
-
-    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise PiperError(f"--plot {path}: the name must end in one of .{', .'.join(formats)}")
-    figure.suptitle(title, fontsize=11)
+    figure = new_figure(path, title, _INCHES)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     _draw_timeline(above, timeline, after_s)
     _draw_memory(below, memory)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise PiperError(f"--plot cannot write {path}: {error.strerror}") from None
+    save(figure, path)
 
 
 def _draw_timeline(axes: "Axes", timeline: Timeline, after_s: Mapping[str, float]) -> None:
@@ -82,9 +68,7 @@ def _draw_timeline(axes: "Axes", timeline: Timeline, after_s: Mapping[str, float
     step_s = timeline.step_s + sum(after_s.values())
     scale, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
     for stage in range(schedule.pp):
-        axes.broken_barh(
-            [(0, timeline.step_s * scale)], (stage - _ROW / 2, _ROW), facecolors=_LIGHT
-        )
+        axes.broken_barh([(0, timeline.step_s * scale)], (stage - _ROW / 2, _ROW), facecolors=LIGHT)
         for chunk in range(schedule.vpp):
             forward = timeline.forward_s[:, stage, chunk] * scale
             backward = timeline.backward_s[:, stage, chunk] * scale
@@ -92,16 +76,16 @@ def _draw_timeline(axes: "Axes", timeline: Timeline, after_s: Mapping[str, float
             split = np.stack([backward[1] - wgrad, backward[1]])
             top, bottom = _halves(stage) if schedule.beside else ((stage, _ROW),) * 2
             for spans, colour, place, numbered in (
-                (forward, _BLUE, top, True),
-                (backward, _ORANGE, bottom, True),
-                (split if wgrad.any() else None, _GREEN, bottom, False),
+                (forward, BLUE, top, True),
+                (backward, ORANGE, bottom, True),
+                (split if wgrad.any() else None, GREEN, bottom, False),
             ):
                 if spans is not None:
                     shade = _lighter(colour, chunk / schedule.vpp)
                     _draw_passes(axes, spans, shade, place, schedule.passes, numbered)
-    legend = {"forward": _BLUE, "backward": _ORANGE}
+    legend = {"forward": BLUE, "backward": ORANGE}
     if timeline.wgrad_s.any():
-        legend["weight gradients"] = _GREEN
+        legend["weight gradients"] = GREEN
     start = timeline.step_s * scale
     for (name, seconds), colour in zip(after_s.items(), _AFTER, strict=False):
         for stage in range(schedule.pp):
@@ -110,7 +94,7 @@ def _draw_timeline(axes: "Axes", timeline: Timeline, after_s: Mapping[str, float
             )
         start += seconds * scale
         legend[name] = colour
-    legend["idle"] = _LIGHT
+    legend["idle"] = LIGHT
     note = "; lighter: later chunks" if schedule.vpp > 1 else ""
     axes.set_xlabel(f"time of a step ({unit}){note}")
     axes.set_xlim(0, step_s * scale)
@@ -184,7 +168,7 @@ def _draw_memory(axes: "Axes", memory: Memory) -> None:
         base += heights
     needed = [stage.reserved_gib + stage.communicators_gib for stage in memory.stages]
     axes.hlines(needed, stages - _ROW / 2, stages + _ROW / 2, color="black", linewidth=1.5)
-    axes.axhline(memory.capacity_gib, color=_RED, linestyle="--", linewidth=1.5)
+    axes.axhline(memory.capacity_gib, color=RED, linestyle="--", linewidth=1.5)
     axes.annotate(
         f"capacity {memory.capacity_gib:.1f} GiB",
         (1, memory.capacity_gib),
@@ -192,7 +176,7 @@ def _draw_memory(axes: "Axes", memory: Memory) -> None:
         xytext=(-4, 3),
         textcoords="offset points",
         ha="right",
-        color=_RED,
+        color=RED,
     )
     axes.set_ylim(0, 1.12 * max(memory.capacity_gib, *needed, *base))
     axes.set_xlim(-0.5, len(stages) - 0.5)
@@ -209,7 +193,7 @@ def _finish(axes: "Axes", stage_axis, stages: int, legend: Mapping[str, str]) ->
     stage_axis.set_major_locator(MaxNLocator(nbins=min(stages, 32), integer=True, min_n_ticks=1))
     axes.spines[["top", "right"]].set_visible(False)
     handles = [
-        Patch(facecolor=colour, edgecolor=_GREY, linewidth=0.5, label=name)
+        Patch(facecolor=colour, edgecolor=GREY, linewidth=0.5, label=name)
         for name, colour in legend.items()
     ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
