@@ -7,14 +7,14 @@ takes
 
 with moved = sent + own_share * (the rank's own part of the tensor), ramp = ramp_bytes. The last
 factor is 2 for short messages and 1 for long ones; `own_share` is why two members reach less than
-eight. `resources/communication.py` applies it; the numbers are in the platform files.
+eight. `resources/network.py` applies it; the numbers are in the platform files.
 """
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from piper_megatron.platform.evidence import Evidence, Text
+from piper_megatron.platform.evidence import Stated
 from piper_megatron.strict import StrictModel
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -25,8 +25,8 @@ class Efficiency(StrictModel):
 
     Attributes:
         all_reduce, all_gather, reduce_scatter, all_to_all: the library's collectives.
-        point_to_point: one sender and one receiver.
-        fused_dispatch: kernels that de-duplicate rows on their way (DeepEP, HybridEP, NCCL-EP).
+        point_to_point: one sender and one receiver, and exchanges with one peer in every domain.
+        deepep, hybridep: kernels that de-duplicate rows on their way; `hybridep` is NCCL-EP, too.
     """
 
     all_reduce: Share
@@ -34,10 +34,11 @@ class Efficiency(StrictModel):
     reduce_scatter: Share
     all_to_all: Share
     point_to_point: Share
-    fused_dispatch: Share
+    deepep: Share
+    hybridep: Share
 
 
-class Transfer(StrictModel):
+class Transfer(Stated):
     """Latencies and message-size curve of a level.
 
     Attributes:
@@ -45,24 +46,26 @@ class Transfer(StrictModel):
         latency_s: seconds of each step of a ring and of each message of an all-to-all.
         ramp_bytes: bytes at which 2/3 of the long-message rate is reached.
         own_share: share of a rank's own part that is copied at the level's rate, too.
+        mesh: every two ranks of a domain have a link of their own, so that a group of m of its n
+            ranks has (m - 1) / (n - 1) of the bandwidth.
+        fan_out: what is left of the rate when an all-to-all talks to all ranks of so many domains
+            of the level inside; linear in the logarithm between, 1 for a single domain.
         efficiency: of the bandwidth, for long messages.
-        evidence: of these numbers.
-        source: where they come from.
     """
 
     startup_s: NonNegativeFloat
     latency_s: NonNegativeFloat
     ramp_bytes: NonNegativeFloat
     own_share: NonNegativeFloat = 0.0
+    mesh: bool = False
+    fan_out: dict[PositiveInt, Share] = Field(default_factory=dict)
     efficiency: Efficiency
-    evidence: Evidence
-    source: Text
 
 
-# for a platform file that does not say; the link inside a node as the H100 fits, the network as
+# for a platform file that does not say; the link inside a node as on a DGX H100, the network as
 # InfiniBand with one port per rank
 INSIDE_NODE = Transfer(
-    startup_s=6e-6,
+    startup_s=7e-6,
     latency_s=1e-6,
     ramp_bytes=12e6,
     own_share=0.4,
@@ -72,23 +75,25 @@ INSIDE_NODE = Transfer(
         reduce_scatter=0.8,
         all_to_all=0.8,
         point_to_point=0.6,
-        fused_dispatch=0.6,
+        deepep=0.6,
+        hybridep=0.7,
     ),
     evidence="assumed",
-    source="as a DGX H100 inside the node",
+    source="as inside a DGX H100",
 )
 BETWEEN_NODES = Transfer(
     startup_s=15e-6,
-    latency_s=5e-6,
+    latency_s=3e-6,
     ramp_bytes=2e6,
     efficiency=Efficiency(
         all_reduce=0.85,
         all_gather=0.85,
         reduce_scatter=0.85,
-        all_to_all=0.9,
+        all_to_all=0.92,
         point_to_point=0.95,
-        fused_dispatch=0.9,
+        deepep=0.9,
+        hybridep=0.9,
     ),
     evidence="assumed",
-    source="as a DGX H100 between nodes",
+    source="as between nodes of DGX H100",
 )
