@@ -4,9 +4,11 @@ import re
 
 import pytest
 
+from piper_megatron.check.run import check
 from piper_megatron.errors import WorkloadError
 from piper_megatron.resources.parameters import active_parameters, total_parameters
 from piper_megatron.workload import flags
+from piper_megatron.workload.arguments import read_arguments
 from piper_megatron.workload.presets import load_preset, preset_arguments, preset_names
 from piper_megatron.workload.reading import effective, model_spec
 from piper_megatron.workload.spec import ModelSpec
@@ -145,6 +147,12 @@ def test_preset_is_a_model_and_nothing_else(name):
     typed = re.findall(r"--([a-z0-9-]+)", found.arguments)
     assert len(typed) == len(set(typed)), "an argument is given twice"
     assert not [a for a in typed if re.search(r"parallel|batch|seq-length|dispatcher|bf16|fp16", a)]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_is_legal(name):
+    arguments = read_arguments([*preset_arguments(name), *BATCH, "--bf16"])
+    assert not [found for found in check(arguments, 1) if found.severity == "error"]
 
 
 def test_unknown_preset_names_the_nearest():

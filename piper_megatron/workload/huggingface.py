@@ -250,13 +250,12 @@ def _latent_attention(config: HuggingFaceConfig) -> Arguments:
 
 
 def _latent_rotary(config: HuggingFaceConfig) -> Arguments:
-    """Rotary arguments of latent attention, which has names of its own for yarn."""
+    """Rotary arguments of latent attention, which is yarn in Megatron; with factor 1 it is plain."""
     arguments = _rotary(config) | {"position-embedding-type": "rope"}
     scaling = _rope_scaling(config)
     if _rope_kind(scaling) != "yarn":
-        return arguments | {"rope-type": "rope"}
+        return arguments
     return arguments | {
-        "rope-type": "yarn",
         "rotary-scaling-factor": float(scaling.number("factor")),
         "mscale": float(scaling.number("mscale", 1.0)),
         "mscale-all-dim": float(scaling.number("mscale_all_dim", 0.0)),
