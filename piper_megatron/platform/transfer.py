@@ -26,7 +26,8 @@ class Efficiency(StrictModel):
     Attributes:
         all_reduce, all_gather, reduce_scatter, all_to_all: the library's collectives.
         point_to_point: one sender and one receiver, and exchanges with one peer in every domain.
-        deepep, hybridep: kernels that de-duplicate rows on their way; `hybridep` is NCCL-EP, too.
+        fused_dispatch: kernels that de-duplicate rows on their way (HybridEP, NCCL-EP, DeepEP).
+        deepep: DeepEP, where it differs.
     """
 
     all_reduce: Share
@@ -34,8 +35,8 @@ class Efficiency(StrictModel):
     reduce_scatter: Share
     all_to_all: Share
     point_to_point: Share
-    deepep: Share
-    hybridep: Share
+    fused_dispatch: Share
+    deepep: Share | None = None
 
 
 class Transfer(Stated):
@@ -75,8 +76,7 @@ INSIDE_NODE = Transfer(
         reduce_scatter=0.8,
         all_to_all=0.8,
         point_to_point=0.6,
-        deepep=0.6,
-        hybridep=0.7,
+        fused_dispatch=0.6,
     ),
     evidence="assumed",
     source="as inside a DGX H100",
@@ -91,8 +91,7 @@ BETWEEN_NODES = Transfer(
         reduce_scatter=0.85,
         all_to_all=0.92,
         point_to_point=0.95,
-        deepep=0.9,
-        hybridep=0.9,
+        fused_dispatch=0.9,
     ),
     evidence="assumed",
     source="as between nodes of DGX H100",
