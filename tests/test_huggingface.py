@@ -175,6 +175,12 @@ def test_broken_file_is_named(tmp_path, text, message):
         megatron_arguments(path)
 
 
+def test_unknown_family_says_which_keys_are_not_understood():
+    mamba = LLAMA | {"model_type": "mamba2", "state_size": 128, "conv_kernel": 4, "use_bias": False}
+    with pytest.raises(WorkloadError, match=r"keys not understood: conv_kernel, state_size$"):
+        megatron_arguments(mamba)
+
+
 def test_missing_experts_are_named():
     with pytest.raises(WorkloadError, match="number of experts is missing"):
         megatron_arguments(without(PUBLISHED["mixtral-8x7b"], "num_local_experts"))

@@ -142,18 +142,25 @@ class HuggingFaceConfig:
             )
         return value
 
-    def refuse_unread(self) -> None:
-        """Raises an error that lists the keys that nobody read, though they may change the model.
+    def again(self) -> "HuggingFaceConfig":
+        """The same configuration, of which nothing was read."""
+        return HuggingFaceConfig(self._values, self._origin)
+
+    def unread(self) -> set[str]:
+        """Keys that nobody read though they may change the model.
 
         A key that is null, false or empty switches nothing on.
         """
-        unread = [
+        return {
             key
             for key, value in self._values.items()
             if key not in self._read | WITHOUT_BEARING
             and not (value is None or value is False or value in ([], {}, ""))
-        ]
-        if unread:
+        }
+
+    def refuse_unread(self) -> None:
+        """Raises an error that lists the keys that nobody read."""
+        if unread := self.unread():
             raise self.error(
                 f"keys not understood: {', '.join(sorted(unread))}; give the model as Megatron "
                 "arguments, or remove keys that do not change it"

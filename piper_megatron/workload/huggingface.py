@@ -6,15 +6,18 @@ and dispatcher are no part of a model and stay with Megatron's defaults.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from piper_megatron.errors import WorkloadError
 from piper_megatron.strict import nearest
 from piper_megatron.workload.hf_config import HuggingFaceConfig, load_config
 
 # name of an argument without its dashes -> value; True for a switch, False and None leave it out
 Arguments = dict[str, Any]
+Family = Callable[[HuggingFaceConfig], Arguments]
 
 
 def megatron_arguments(source: str | Path | Mapping[str, Any]) -> list[str]:
@@ -34,15 +37,28 @@ def megatron_arguments(source: str | Path | Mapping[str, Any]) -> list[str]:
     family = config.get("model_type")
     if family == "llama4":
         config, family = _text_of_llama4(config), "llama4_text"
+    if family is None:
+        raise config.error("'model_type' is missing")
     if family not in FAMILIES:
-        raise config.error(
-            "'model_type' is missing"
-            if family is None
-            else f"unknown model_type '{family}'; {nearest(str(family), FAMILIES)}"
-        )
+        raise _unknown_family(config, str(family))
     arguments = _trunk(config) | FAMILIES[family](config)
     config.refuse_unread()
     return [token for name, value in arguments.items() for token in _tokens(name, value)]
+
+
+def _unknown_family(config: HuggingFaceConfig, family: str) -> WorkloadError:
+    """Names the family and the keys that none of the known families has."""
+    unread = set.intersection(*(_unread_by(known, config) for known in FAMILIES.values()))
+    keys = f"; keys not understood: {', '.join(sorted(unread))}" if unread else ""
+    return config.error(f"unknown model_type '{family}'; {nearest(family, FAMILIES)}{keys}")
+
+
+def _unread_by(family: Family, config: HuggingFaceConfig) -> set[str]:
+    config = config.again()
+    with suppress(WorkloadError):
+        _trunk(config)
+        family(config)
+    return config.unread()
 
 
 def _tokens(name: str, value: Any) -> list[str]:
@@ -389,7 +405,7 @@ def _llama4_text(config: HuggingFaceConfig) -> Arguments:
     }
 
 
-FAMILIES: dict[str, Callable[[HuggingFaceConfig], Arguments]] = {
+FAMILIES: dict[str, Family] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
