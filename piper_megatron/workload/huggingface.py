@@ -266,7 +266,7 @@ def _latent_attention(config: HuggingFaceConfig) -> Arguments:
 
 
 def _latent_rotary(config: HuggingFaceConfig) -> Arguments:
-    """Rotary arguments of latent attention, which is yarn in Megatron; with factor 1 it is plain."""
+    """Rotary arguments of latent attention, yarn in Megatron; with factor 1 it is plain."""
     arguments = _rotary(config) | {"position-embedding-type": "rope"}
     scaling = _rope_scaling(config)
     if _rope_kind(scaling) != "yarn":
