@@ -26,8 +26,7 @@ class Efficiency(StrictModel):
     Attributes:
         all_reduce, all_gather, reduce_scatter, all_to_all: the library's collectives.
         point_to_point: one sender and one receiver, and exchanges with one peer in every domain.
-        fused_dispatch: kernels that de-duplicate rows on their way (HybridEP, NCCL-EP, DeepEP).
-        deepep: DeepEP, where it differs.
+        deepep, hybridep: kernels that de-duplicate rows on their way; `hybridep` is NCCL-EP, too.
     """
 
     all_reduce: Share
@@ -35,8 +34,8 @@ class Efficiency(StrictModel):
     reduce_scatter: Share
     all_to_all: Share
     point_to_point: Share
-    fused_dispatch: Share
-    deepep: Share | None = None
+    deepep: Share
+    hybridep: Share
 
 
 class Transfer(Stated):
@@ -76,7 +75,8 @@ INSIDE_NODE = Transfer(
         reduce_scatter=0.8,
         all_to_all=0.8,
         point_to_point=0.6,
-        fused_dispatch=0.6,
+        deepep=0.6,
+        hybridep=0.7,
     ),
     evidence="assumed",
     source="as inside a DGX H100",
@@ -91,7 +91,8 @@ BETWEEN_NODES = Transfer(
         reduce_scatter=0.85,
         all_to_all=0.92,
         point_to_point=0.95,
-        fused_dispatch=0.9,
+        deepep=0.9,
+        hybridep=0.9,
     ),
     evidence="assumed",
     source="as between nodes of DGX H100",
