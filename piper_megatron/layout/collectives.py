@@ -46,7 +46,8 @@ class Collective:
         tensor_bytes: of the tensor that a group's members have together; of an all-to-all, what one
             member holds.
         phase: pass in which it happens.
-        behind: part whose computation of the same pass runs meanwhile, and can hide it.
+        behind: part of `resources/compute.py` whose work in the same pass runs meanwhile, and can
+            hide it.
     """
 
     part: str
@@ -109,7 +110,9 @@ def head_collectives(model: ModelSpec, training: TrainingSpec, sizes: Sizes) -> 
     per_token = sizes.tokens * DTYPE_BYTES["fp32"]
     sums = [2 * per_token] if training.cross_entropy_loss_fusion else [per_token] * 2
     return [
-        *_column_parallel("head", training, activation_bytes(training, sizes, model.hidden)),
+        *_column_parallel(
+            "head", training, activation_bytes(training, sizes, model.hidden), "logits"
+        ),
         *(
             Collective("head", "tp", Operation.ALL_REDUCE, tensor, "forward")
             for tensor in [per_token, *sums]
@@ -141,10 +144,11 @@ def gradient_collectives(
         dense_elements: parameters of a rank that are no routed expert's.
         expert_elements: of the routed experts.
     """
+    sharded = training.use_distributed_optimizer or training.fsdp == "torch"
     collectives = []
     for kind, elements in (("dp", dense_elements), ("edp", expert_elements)):
         gradients = elements * DTYPE_BYTES[training.main_grads_dtype]
-        if not training.use_distributed_optimizer:
+        if not sharded:
             reduction = Operation.ALL_REDUCE
         else:
             reduction = Operation.REDUCE_SCATTER
@@ -164,6 +168,21 @@ def gradient_collectives(
     return collectives
 
 
+def replicated_parameters(model: ModelSpec) -> int:
+    """Weights of all layers whose gradients sequence-parallel ranks add up.
+
+    finalize_model_grads.py:_allreduce_non_tensor_model_parallel_grads (0.19.2): norms, routers, and
+    the down projections of MLA. Small vectors beside them are left out.
+    """
+    hidden, latent = model.hidden, model.attention.latent
+    norms = 2 * hidden * (2 if model.norm == "LayerNorm" else 1)
+    down = 0
+    if latent:
+        down = hidden * ((latent.q_rank or 0) + latent.kv_rank + latent.rope_head_dim)
+    routers = sum(model.moe_layers) * hidden * model.experts.count if model.experts else 0
+    return model.layers * (norms + down) + routers
+
+
 def gathered_parameter_bytes(training: TrainingSpec) -> int:
     """Bytes of a parameter that is gathered.
 
@@ -179,18 +198,22 @@ def activation_bytes(training: TrainingSpec, sizes: Sizes, width: Number) -> Num
     return sizes.tokens * width * training.element_bytes
 
 
-def routed_rows(experts: Experts, sizes: Sizes) -> Number:
+def routed_rows(experts: Experts, sizes: Sizes, imbalance: float = 1.0) -> Number:
     """Copies of a rank's own tokens that leave for experts; tensor-parallel ranks own 1 / TP each.
 
     megatron/core/transformer/moe/moe_utils.py (0.19.2): an expert takes at most its capacity, and
     exactly that where rows are padded to it.
+
+    Args:
+        experts: top-k and capacity.
+        sizes: of one or many layouts.
+        imbalance: load of the busiest rank over the mean, for the rows that it gets.
     """
-    kept = 1.0
+    load = imbalance
     if experts.capacity_factor is not None:
-        kept = experts.capacity_factor
-        if not experts.pad_to_capacity:
-            kept = min(kept, 1.0)
-    return sizes.tokens / sizes.tp * experts.topk * kept
+        padded = experts.pad_to_capacity
+        load = experts.capacity_factor if padded else min(load, experts.capacity_factor)
+    return sizes.tokens / sizes.tp * experts.topk * load
 
 
 def row_bytes(model: ModelSpec, training: TrainingSpec) -> int:
@@ -199,29 +222,34 @@ def row_bytes(model: ModelSpec, training: TrainingSpec) -> int:
     return (model.experts.latent or model.hidden) * training.element_bytes
 
 
-def _column_parallel(part: str, training: TrainingSpec, tensor_bytes: Number) -> list[Collective]:
-    """Around a linear layer that is split by columns.
+def _column_parallel(
+    part: str, training: TrainingSpec, tensor_bytes: Number, products: str | None = None
+) -> list[Collective]:
+    """Around a linear layer that is split by columns, whose computation is `products` or `part`.
 
     megatron/core/tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication
     (0.19.2), and Transformer Engine alike: with sequence parallelism the input is gathered, and
     gathered again for the weight gradient while the input's gradient is computed, which is then
     reduce-scattered while the weight gradient is computed (arXiv:2205.05198, section 4.2.2).
     """
+    products = products or part
     if not training.sequence_parallel:
-        return [Collective(part, "tp", Operation.ALL_REDUCE, tensor_bytes, "backward", part)]
-    behind = part if training.tp_comm_overlap else None
+        return [Collective(part, "tp", Operation.ALL_REDUCE, tensor_bytes, "backward", products)]
+    behind = products if training.tp_comm_overlap else None
     return [
         Collective(part, "tp", Operation.ALL_GATHER, tensor_bytes, "forward", behind),
-        Collective(part, "tp", Operation.ALL_GATHER, tensor_bytes, "backward", part),
-        Collective(part, "tp", Operation.REDUCE_SCATTER, tensor_bytes, "backward", part),
+        Collective(part, "tp", Operation.ALL_GATHER, tensor_bytes, "backward", products),
+        Collective(part, "tp", Operation.REDUCE_SCATTER, tensor_bytes, "backward", products),
     ]
 
 
-def _row_parallel(part: str, training: TrainingSpec, tensor_bytes: Number) -> list[Collective]:
+def _row_parallel(
+    part: str, training: TrainingSpec, tensor_bytes: Number, products: str | None = None
+) -> list[Collective]:
     """Around a linear layer that is split by rows; see `_column_parallel`."""
     if not training.sequence_parallel:
         return [Collective(part, "tp", Operation.ALL_REDUCE, tensor_bytes, "forward")]
-    behind = part if training.tp_comm_overlap else None
+    behind = (products or part) if training.tp_comm_overlap else None
     return [
         Collective(part, "tp", Operation.REDUCE_SCATTER, tensor_bytes, "forward", behind),
         Collective(part, "tp", Operation.ALL_GATHER, tensor_bytes, "backward", behind),
@@ -241,8 +269,12 @@ def _attention_collectives(
     if latent:
         width = (latent.q_rank or model.hidden) + latent.kv_rank + latent.rope_head_dim
     return [
-        *_column_parallel("attention", training, activation_bytes(training, sizes, width)),
-        *_row_parallel("attention", training, activation_bytes(training, sizes, model.hidden)),
+        *_column_parallel(
+            "attention", training, activation_bytes(training, sizes, width), "projections"
+        ),
+        *_row_parallel(
+            "attention", training, activation_bytes(training, sizes, model.hidden), "projections"
+        ),
     ]
 
 
