@@ -2,6 +2,9 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
+
+from piper_megatron.workload.flags import options
 
 Flags = dict[str, list[str]]
 
@@ -286,3 +289,64 @@ def _tokens(flags: Flags) -> Iterator[str]:
     for flag, values in flags.items():
         yield flag
         yield from values
+
+
+# values of options that take any text of their type; files and addresses are left out
+_TEXTS = {
+    "--pipeline-model-parallel-layout": [*LAYOUTS, "E|L", "Ett(t*2", "Et|tL", "E(tt|)*3ttL", ""],
+    "--hybrid-layer-pattern": ["M*M-", "MM|MM", "M*|*E/MM/MM", "Mx", "M*+", "MD", "M-/M/MM", ""],
+    "--hybrid-override-pattern": ["M*M-", "M|M"],
+    "--mtp-hybrid-override-pattern": ["MM", "*", "x"],
+    "--step-batch-size-schedule": ["0:16 1M:32", "1M:32", "0:16,0:32", "16", "0:0", "", "0:x"],
+    "--recompute-modules": MODULES,
+    "--offload-modules": [*OFFLOADS, "fused_group_mlp"],
+    "--cuda-graph-modules": [*GRAPHED, "full_iteration_inference", "mamba", "bogus"],
+    "--cuda-graph-scope": GRAPHED,
+    "--cp-comm-type": ["p2p", "a2a", "allgather", "a2a+p2p", "all_gather"],
+}
+_TYPED = {
+    "int": "-1 0 1 2 3 4 7 8 16 64 128".split(),
+    "float": "-1 0 0.5 1 2".split(),
+    "pattern": ["0", "1", "2", "3", "([0]*2+[1]*2)", "([1]*4)", "[1", "x"],
+    "tuple": ["1,2", "128"],
+    "str": ["x"],
+    "bool": ["True"],
+}
+_NEEDS_A_FILE = {
+    "--nccl-communicator-config-path",
+    "--yaml-cfg",
+    "--enable-msc",
+    "--heterogeneous-layers-config-path",
+    "--heterogeneous-layers-config-encoded-json",
+    "--te-precision-config-file",
+    "--result-rejected-tracker-filename",
+    "--use-checkpoint-args",
+    "--config-logger-dir",
+}
+
+
+def any_command(rng: random.Random) -> tuple[list[str], int]:
+    """A legal command with up to four of all of Megatron's options, and the number of GPUs."""
+    flags, world = _legal(rng)
+    for _ in range(rng.choice((1, 1, 2, 3, 4))):
+        spelling = rng.choice(_spellings())
+        flags[spelling] = _values(rng, spelling)
+    if rng.random() < 0.3:
+        _combine(rng, flags, world)
+    return list(_tokens(flags)), world
+
+
+@cache
+def _spellings() -> list[str]:
+    return sorted(set(options()) - _NEEDS_A_FILE)
+
+
+def _values(rng: random.Random, spelling: str) -> list[str]:
+    option = options()[spelling]
+    if option.kind != "store":
+        return []
+    some = _TEXTS.get(spelling) or list(map(str, option.choices or _TYPED[option.type]))
+    if option.nargs is None:
+        return [rng.choice(some)]
+    count = option.nargs if isinstance(option.nargs, int) else rng.choice((1, 1, 2))
+    return rng.choices(some, k=count)

@@ -1,11 +1,12 @@
 """Legal values near a wrong one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from math import isqrt
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    """All divisors of a positive number, ascending; none of another one."""
+    small = [d for d in range(1, isqrt(max(number, 0)) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
@@ -20,11 +21,6 @@ def nearest(wanted: int, legal: Iterable[int], count: int = 4) -> str:
 
     close = sorted(sorted(value for value in legal if value > 0), key=distance)[:count]
     return ", ".join(map(str, sorted(close))) or "none"
-
-
-def sizes_that(wanted: int, limit: int, legal: Callable[[int], bool], count: int = 4) -> str:
-    """The legal sizes from 1 to `limit` that are nearest to a wrong one."""
-    return nearest(wanted, filter(legal, range(1, limit + 1)), count)
 
 
 def next_multiple(number: int, factor: int) -> int:

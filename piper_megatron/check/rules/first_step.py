@@ -61,7 +61,7 @@ def micro_batches_fill_the_interleaved_schedule(c: Command) -> Problem | None:
     batch = whole * c.micro_batch_size * c.dp * c.gtp
     return Problem(
         f"the interleaved schedule ({c.vpp} virtual stages) takes micro-batches in groups of "
-        f"{group}, and a step has {count} (global batch / (micro-batch {c.micro_batch_size} x DP {c.dp}))",
+        f"{group}, and a step has {count} (micro-batch {c.micro_batch_size}, DP {c.dp})",
         f"--global-batch-size {batch} ({whole} micro-batches), or no virtual stages",
     )
 
@@ -77,18 +77,18 @@ def top_k_is_at_most_the_experts(c: Command) -> Problem | None:
     )
 
 
-@rule("router.group-top-k", f"{MOE}/moe_utils.py:655", late=True)
+@rule("router.group-top-k", f"{MOE}/moe_utils.py:656", late=True)
 def groups_have_experts_enough(c: Command) -> Problem | None:
     """A group has as many experts as are scored in it."""
     groups, chosen, topk = c.moe_router_num_groups, c.moe_router_group_topk, c.moe_router_topk
     if not (c.experts and groups and chosen) or c.experts % groups or chosen > groups:
         return None
     size = c.experts // groups
-    if topk // chosen <= size and topk <= size * chosen:
+    if topk // chosen <= size:
         return None
     return Problem(
-        f"--moe-router-topk {topk} from --moe-router-group-topk {chosen} groups of {size} experts: "
-        f"they hold {size * chosen}",
+        f"--moe-router-topk {topk} from --moe-router-group-topk {chosen} groups of {size} experts "
+        f"scores {topk // chosen} experts of each group",
         f"--moe-router-group-topk {min(-(-topk // size), groups)}",
     )
 

@@ -14,6 +14,7 @@ from piper_megatron.workload.layout_text import stages_of_text
 
 ARGUMENTS = "training/arguments.py"
 CONFIG = "core/transformer/transformer_config.py"
+NO_MODEL_IS_DEEPER = 10_000
 LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
 
 
@@ -79,11 +80,12 @@ def _ends(layers: int, pp: int, vpp: int = 1) -> tuple[int, int, int] | None:
         return None
     if pp == 2:
         return (layers // 2, 0, layers - layers // 2) if layers >= 2 else None
+    mean = layers // (pp * vpp) * vpp
     splits = [
-        (first, middle, layers - first - middle * (pp - 2))
-        for middle in range(vpp, layers // (pp - 2) + 1, vpp)
-        for first in range(vpp, layers, vpp)
-        if (last := layers - first - middle * (pp - 2)) >= vpp and last % vpp == 0
+        (first, middle, last)
+        for middle in (mean, mean + vpp)
+        for first in range(vpp, layers - middle * (pp - 2), vpp)
+        if middle and (last := layers - first - middle * (pp - 2)) >= vpp and last % vpp == 0
     ]
     return min(
         splits,
@@ -99,6 +101,8 @@ def _ends(layers: int, pp: int, vpp: int = 1) -> tuple[int, int, int] | None:
 
 def layout_advice(c: Command, vpp: int = 1) -> str:
     """A balanced layout as a flag; empty when the stages are more than the layers."""
+    if c.layers > NO_MODEL_IS_DEEPER:
+        return ""
     try:
         text = balanced_layout_string(c.layers, c.pp, vpp, c.mtp or 0)
     except LayoutError:

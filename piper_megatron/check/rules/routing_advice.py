@@ -106,16 +106,25 @@ def many_experts_want_an_fp32_router(c: Command) -> Problem | None:
     "group_topk experts",
     severity="warning",
 )
-def chosen_groups_are_fewer_than_experts(c: Command) -> Problem | None:
-    """More chosen groups than experts score every group zero."""
-    chosen = c.moe_router_group_topk
-    if not (c.experts and chosen and c.moe_router_num_groups) or chosen <= c.moe_router_topk:
+def the_choice_of_groups_means_something(c: Command) -> Problem | None:
+    """Too many chosen groups score every group zero; too few hold less than top-k experts."""
+    groups, chosen, topk = c.moe_router_num_groups, c.moe_router_group_topk, c.moe_router_topk
+    if not (c.experts and chosen and groups) or c.experts % groups:
         return None
-    return Problem(
-        f"--moe-router-group-topk {chosen} is more than --moe-router-topk {c.moe_router_topk}: all "
-        "groups score 0 and the choice among them means nothing",
-        f"--moe-router-group-topk {c.moe_router_topk} or less",
-    )
+    size = c.experts // groups
+    if chosen > topk:
+        return Problem(
+            f"--moe-router-group-topk {chosen} is more than --moe-router-topk {topk}: all groups "
+            "score 0 and the choice among them means nothing",
+            f"--moe-router-group-topk {topk} or less",
+        )
+    if topk > chosen * size:
+        return Problem(
+            f"--moe-router-group-topk {chosen} groups hold {chosen * size} experts, and "
+            f"--moe-router-topk {topk} chooses more: masked experts fill up",
+            f"--moe-router-group-topk {-(-topk // size)}",
+        )
+    return None
 
 
 @rule("capacity.absurd", source="capacity = factor x tokens x top-k / experts (moe_utils.py)")

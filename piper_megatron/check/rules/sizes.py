@@ -3,7 +3,7 @@
 from math import prod
 
 from piper_megatron.check.command import Command
-from piper_megatron.check.near import divisors, nearest, next_multiple, sizes_that
+from piper_megatron.check.near import divisors, nearest, next_multiple
 from piper_megatron.check.rule import Problem, rule
 
 
@@ -63,12 +63,8 @@ def gpus_hold_whole_copies_of_the_experts(c: Command) -> Problem | None:
         fixes.append("--expert-tensor-parallel-size 1")
     rest = c.expert_grid // c.ep
     if c.gpus % rest == 0:
-        legal = sizes_that(
-            c.ep,
-            c.gpus // rest,
-            lambda ep: c.gpus % (rest * ep) == 0 and (c.experts or 0) % ep == 0,
-        )
-        fixes.append(f"--expert-model-parallel-size {legal}")
+        fitting = [ep for ep in divisors(c.gpus // rest) if (c.experts or 0) % ep == 0]
+        fixes.append(f"--expert-model-parallel-size {nearest(c.ep, fitting)}")
     if c.gpus % c.dense_grid == 0:
         fixes.append(_gpu_counts(c))
     return Problem(message, ", or ".join(fixes) or _gpu_counts(c))
