@@ -17,6 +17,9 @@ from piper_megatron.platform.platform import Platform
 from piper_megatron.platform.transfer import Transfer
 from piper_megatron.resources.reach import Reach, domain_sizes
 
+# these write to all peers from one kernel, without a message to each
+_ONE_KERNEL = ("deepep", "hybridep")
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -76,7 +79,6 @@ def all_to_all_cost(
     own_bytes: Number = 0.0,
     *,
     kernel: str = "all_to_all",
-    leaving: Sequence[Number] | None = None,
 ) -> Cost:
     """Cost of an exchange of every member with every other one.
 
@@ -86,12 +88,12 @@ def all_to_all_cost(
         sent_bytes: that a member sends to others.
         own_bytes: that it keeps.
         kernel: field of `transfer.Efficiency` that holds.
-        leaving: share of `sent_bytes` that meets its receiver at each level or beyond; as in an
-            even exchange unless given.
     """
-    leaving = reach.leaving_all_to_all() if leaving is None else leaving
+    leaving = reach.leaving_all_to_all()
     inside = [1, *(reach.inside(i) for i in range(len(reach.domains)))]
     peers = [inside[i + 1] - inside[i] for i in range(len(reach.domains))]
+    if kernel in _ONE_KERNEL:
+        peers = [np.minimum(count, 1) for count in peers]
     return _cost(platform, reach, leaving, peers, sent_bytes, own_bytes, kernel, at_once=True)
 
 
