@@ -280,3 +280,6 @@ def _cuda_graphs(v: argparse.Namespace) -> None:
         v.cuda_graph_impl = "full_iteration"
     whole = ("full", "full_iteration", "full_iteration_inference")
     v.cuda_graph_modules = [word for word in words if word not in whole]
+    routing = ("moe_router", "moe_preprocess")
+    if v.cuda_graph_impl == "local" and set(routing) & set(v.cuda_graph_modules):
+        v.cuda_graph_modules += [word for word in routing if word not in v.cuda_graph_modules]

@@ -32,7 +32,7 @@ class Option:
         type: of a stored value, a key of `CONVERTERS`.
         nargs: as argparse takes it.
         choices: the legal values.
-        default: of `dest` when no option sets it.
+        default: of `dest` when no option sets it; a tuple for a list.
     """
 
     options: tuple[str, ...]
@@ -124,14 +124,13 @@ def _rows() -> list[dict[str, Any]]:
 
 def _option(row: dict[str, Any]) -> Option:
     fields = {name: value for name, value in row.items() if name != "versions"}
-    for name in ("options", "choices"):
-        if name in fields:
-            fields[name] = tuple(fields[name])
+    for name, value in fields.items():
+        fields[name] = tuple(value) if isinstance(value, list) else value
     return Option(**fields)
 
 
 def _copied(default: Any) -> Any:
-    return list(default) if isinstance(default, list) else default
+    return list(default) if isinstance(default, tuple) else default
 
 
 def _spellings(option: Option) -> list[str]:

@@ -183,6 +183,8 @@ def _per_layer(flag: str, pattern: Any, layers: int, spread: Any) -> tuple[bool,
         raise WorkloadError(
             f"{flag} is a pattern of {len(pattern)} layers, but --num-layers is {layers}"
         )
+    if not all(layer in (0, 1) for layer in pattern):
+        raise WorkloadError(f"{flag} is a pattern of 0 and 1, one for each layer; got {pattern}")
     return tuple(map(bool, pattern))
 
 
