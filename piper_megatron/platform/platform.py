@@ -309,7 +309,7 @@ def is_platform_file(path: str) -> bool:
 
 @cache
 def load_platform(name_or_path: str) -> Platform:
-    """A platform of the library, by name or alias, or of a file.
+    """A platform of the library, by name or alias (with - or _ between words), or of a file.
 
     Raises:
         TopologyError: no such platform (all names are listed), or a malformed file (one line with
@@ -317,6 +317,7 @@ def load_platform(name_or_path: str) -> Platform:
     """
     if is_path(name_or_path):
         return read_model(Path(name_or_path), Platform)
+    name_or_path = name_or_path.replace("_", "-")
     if name_or_path in list_platforms():
         return read_model(_library() / f"{name_or_path}.yaml", Platform)
     for name in list_platforms():
