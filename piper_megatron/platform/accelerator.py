@@ -100,6 +100,8 @@ class MatrixKernels(Stated):
         efficiency: share of the dense peak that large products reach, by precision.
         grouped_forward, grouped_dgrad, grouped_wgrad: the same for a grouped product of experts
             over that of one large product.
+        block_scaled: of fp8 products with a scale for each block in software (the `blockwise`
+            recipe) over those with one for each tensor.
         memory_efficiency: above 1 where a part of the traffic hides behind the arithmetic.
         kernel_s: fixed time of a product.
         group_s: fixed time for each further expert of a grouped product.
@@ -109,6 +111,7 @@ class MatrixKernels(Stated):
     grouped_forward: PositiveFloat
     grouped_dgrad: PositiveFloat
     grouped_wgrad: PositiveFloat
+    block_scaled: PositiveFloat = 1
     memory_efficiency: PositiveFloat
     kernel_s: NonNegativeFloat
     group_s: NonNegativeFloat

@@ -131,6 +131,7 @@ def linear(
     gradient_bytes: float = 4,
     cast_bytes: float = 0,
     grouped: bool = False,
+    relative: float = 1.0,
     launches: float = 3,
 ) -> Work:
     """A linear layer: its product forward, and those for both gradients backward.
@@ -146,6 +147,7 @@ def linear(
             (fused accumulation, or an addition after the product).
         cast_bytes: moved for each element of an operand to quantise it.
         grouped: one call for all groups, instead of one for each.
+        relative: efficiency over that of the precision's large products.
         launches: of the forward pass; the backward pass has twice as many.
     """
     operand = OPERAND_BYTES[precision]
@@ -154,31 +156,42 @@ def linear(
     weight = groups * inputs * outputs
     gemm = accelerator.gemm
     calls = 1 if grouped else groups
-    relative = (
+    grouped_over_single = (
         (gemm.grouped_forward, gemm.grouped_dgrad, gemm.grouped_wgrad) if grouped else (1, 1, 1)
     )
-    # a loop over groups pays the fixed time of a whole product for each
-    loop_s = (calls - 1) * gemm.kernel_s
-    inside = groups if grouped else 1
 
-    def product(moved_bytes: Number, over_large: float) -> Number:
-        return loop_s + product_s(
-            accelerator, precision, flops, moved_bytes, groups=inside, relative=over_large
+    def product(moved_bytes: Number, over_single: float) -> Number:
+        # a loop over groups pays the fixed time of a whole product for each
+        return (calls - 1) * gemm.kernel_s + product_s(
+            accelerator,
+            precision,
+            flops,
+            moved_bytes,
+            groups=groups if grouped else 1,
+            relative=relative * over_single,
         )
 
-    cast = memory_s(accelerator, cast_bytes * rows, accelerator.kernels.efficiency)
-    weight_s = product(
-        operand * rows * (inputs + outputs) + 2 * gradient_bytes * weight, relative[2]
+    cast_s = memory_s(accelerator, cast_bytes * rows, accelerator.kernels.efficiency)
+    forward_s, dgrad_s, wgrad_s = (
+        product(moved, over_single)
+        for moved, over_single in zip(
+            (
+                operand * (rows * inputs + weight) + result * rows * outputs,
+                operand * (rows * outputs + weight) + result * rows * inputs,
+                operand * rows * (inputs + outputs) + 2 * gradient_bytes * weight,
+            ),
+            grouped_over_single,
+            strict=True,
+        )
     )
+    # one kernel for each group, but launched from C++
+    inner_launches = groups if grouped else 0
     return Work(
-        forward_s=cast * inputs
-        + product(operand * (rows * inputs + weight) + result * rows * outputs, relative[0]),
-        backward_s=cast * outputs
-        + product(operand * (rows * outputs + weight) + result * rows * inputs, relative[1])
-        + weight_s,
-        weight_s=weight_s,
-        forward_launches=launches * calls,
-        backward_launches=2 * launches * calls,
+        forward_s=cast_s * inputs + forward_s,
+        backward_s=cast_s * outputs + dgrad_s + wgrad_s,
+        weight_s=wgrad_s,
+        forward_launches=launches * calls + inner_launches / 2,
+        backward_launches=2 * launches * calls + inner_launches,
     )
 
 
