@@ -218,7 +218,13 @@ def heads_divide_over_context_ranks(c: Command) -> Problem | None:
     )
 
 
-@rule("attention.latent-norm", "core/models/gpt/gpt_layer_specs.py:245", "core/models/gpt/gpt_layer_specs.py:414", late=True, fix="drop it")
+@rule(
+    "attention.latent-norm",
+    "core/models/gpt/gpt_layer_specs.py:245",
+    "core/models/gpt/gpt_layer_specs.py:414",
+    late=True,
+    fix="drop it",
+)
 def latent_attention_has_no_l2_norm(c: Command) -> bool:
     """--qk-l2-norm does not work with --multi-latent-attention."""
     return c.mla and c.qk_l2_norm

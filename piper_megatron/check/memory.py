@@ -1,0 +1,187 @@
+"""Whether a job fits into the memory of its GPUs, and what would make it fit."""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from piper_megatron.check.changes import Change, changes, full_recomputation, scaled
+from piper_megatron.check.command import Command
+from piper_megatron.check.finding import Finding
+from piper_megatron.errors import PiperError
+from piper_megatron.layout.job import job_of
+from piper_megatron.platform.platform import Platform
+from piper_megatron.resources.estimate import Estimate, StageMemory, estimate
+
+SOURCE = "prediction of piper_megatron, docs/estimate.md"
+FAR_TOO_LARGE = 2.0  # times the device's memory
+SHOWN = 3
+PAIRED = 8  # changes that are tried together, the most saving first
+MOST_GPUS = 64  # times those of the command
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "dispatch": "routed rows of experts",
+    "logits": "logits and loss",
+}
+
+Legal = Callable[[Command], bool]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change and what it would bring.
+
+    Attributes:
+        change: what was changed.
+        needed_gib: device memory of the fullest stage.
+        fits: whether that is there.
+        gpu_s: step time over all GPUs.
+        step_s: step time.
+    """
+
+    change: Change
+    needed_gib: float
+    fits: bool
+    gpu_s: float
+    step_s: float
+
+
+def memory_findings(command: Command, legal: Legal) -> list[Finding]:
+    """What the prediction says of a command's memory.
+
+    Args:
+        command: a legal command with a platform.
+        legal: whether a changed command is one that Megatron accepts.
+    """
+    assert command.platform
+    try:
+        found = _estimate(command.values, command.gpus, command.platform)
+    except PiperError as error:
+        return [_finding("memory.unknown", "info", f"memory is not judged: {error}", "")]
+    memory = found.memory
+    worst = memory.stages[memory.worst_stage]
+    needed = needed_gib(worst)
+    where = f"stage {worst.stage}" if len(memory.stages) > 1 else "every GPU"
+    if memory.fits:
+        text = f"memory fits: {where} needs {needed:.1f} GiB of {memory.capacity_gib:.1f} GiB"
+        return [_finding("memory.fits", "info", text, "")]
+    times = needed / memory.capacity_gib
+    start = f"{times:.1f} times the memory there is: " if times >= FAR_TOO_LARGE else ""
+    message = (
+        f"{start}memory does not fit: {where} needs {needed:.1f} GiB and a GPU of "
+        f"{command.platform.name} has {memory.capacity_gib:.1f} GiB; {_shares(worst)}"
+    )
+    return [_finding("memory.does-not-fit", "error", message, _fix(command, legal, worst))]
+
+
+def needed_gib(stage: StageMemory) -> float:
+    """Device memory of a stage, GiB: what torch reserves, and what lies outside of it."""
+    return stage.reserved_gib + stage.communicators_gib
+
+
+def _estimate(values: argparse.Namespace, gpus: int, platform: Platform) -> Estimate:
+    return estimate(job_of(values, gpus), platform)
+
+
+def _shares(stage: StageMemory) -> str:
+    sizes = {text: getattr(stage, f"{name}_gib") for name, text in PARTS.items()}
+    largest = sorted(sizes.items(), key=lambda part: part[1], reverse=True)[:SHOWN]
+    return "most of it is " + ", ".join(f"{text} {gib:.1f} GiB" for text, gib in largest)
+
+
+def _fix(command: Command, legal: Legal, worst: StageMemory) -> str:
+    trials = _tried(command, legal, changes(command))
+    fitting = [trial for trial in trials if trial.fits]
+    if len(fitting) < SHOWN:
+        fitting += [t for t in _tried(command, legal, _pairs(trials)) if t.fits]
+    only_states = _only_states(command, legal, worst)
+    if not fitting:
+        return "; ".join(filter(None, (only_states, _more_gpus(command, legal))))
+    fitting.sort(key=lambda trial: trial.gpu_s)
+    named = [
+        f"{_as_typed(command, t.change)} ({t.needed_gib:.1f} GiB, step {t.step_s:.3g} s)"
+        for t in fitting[:SHOWN]
+    ]
+    return "; ".join(filter(None, (only_states, f"cheapest first: {' | '.join(named)}")))
+
+
+def _as_typed(command: Command, change: Change) -> str:
+    if change.gpus == 1:
+        return change.text
+    text = f"{change.gpus} times the GPUs"
+    return change.text.replace(text, f"{command.gpus * change.gpus} GPUs")
+
+
+def _tried(command: Command, legal: Legal, some: Iterable[Change]) -> list[Trial]:
+    return [trial for change in some if (trial := _try(command, legal, change))]
+
+
+def _try(command: Command, legal: Legal, change: Change) -> Trial | None:
+    """What a change brings; None when Megatron would not run it."""
+    assert command.platform
+    values = argparse.Namespace(**vars(command.values) | change.values)
+    gpus = command.gpus * change.gpus
+    changed = replace(command, values=values, gpus=gpus, given=command.given | change.values.keys())
+    if not legal(changed):
+        return None
+    try:
+        found = _estimate(values, gpus, command.platform)
+    except PiperError:
+        return None
+    needed = max(needed_gib(stage) for stage in found.memory.stages)
+    step_s = found.time.step_s
+    return Trial(change, needed, found.memory.fits, step_s * gpus, step_s)
+
+
+def _pairs(trials: list[Trial]) -> list[Change]:
+    """Pairs of changes of different kinds, of those that save most."""
+    saving = sorted(trials, key=lambda trial: trial.needed_gib)[:PAIRED]
+    return [
+        first.change.and_also(second.change)
+        for first, second in itertools.combinations(saving, 2)
+        if first.change.kind != second.change.kind
+    ]
+
+
+def _only_states(command: Command, legal: Legal, worst: StageMemory) -> str:
+    """Says so when no recomputation can help, because the states alone are too large."""
+    assert command.platform
+    states = worst.weights_gib + worst.gradients_gib + worst.optimizer_gib
+    accelerator = command.platform.need_accelerator()
+    if states < accelerator.memory.capacity_gib * 0.9:
+        whole = _try(command, legal, full_recomputation())
+        if whole is None or whole.fits:
+            return ""
+    return (
+        f"no change of recomputation helps: weights, gradients and optimizer states alone are "
+        f"{states:.1f} GiB"
+    )
+
+
+def _more_gpus(command: Command, legal: Legal) -> str:
+    """The smallest number of GPUs with which the job fits."""
+    factor = 2
+    while factor <= MOST_GPUS:
+        some = [
+            both
+            for change in scaled(command, factor)
+            for both in (change, change.and_also(full_recomputation()))
+        ]
+        fitting = [trial for trial in _tried(command, legal, some) if trial.fits]
+        if fitting:
+            best = min(fitting, key=lambda trial: trial.gpu_s)
+            return (
+                f"{command.gpus * factor} GPUs are the minimum: {_as_typed(command, best.change)} "
+                f"({best.needed_gib:.1f} GiB, step {best.step_s:.3g} s)"
+            )
+        factor += 1 if factor < 4 else factor // 2
+    return f"even {command.gpus * MOST_GPUS} GPUs are too few with these sizes"
+
+
+def _finding(id: str, severity: str, message: str, fix: str) -> Finding:
+    return Finding.model_validate(
+        {"id": id, "severity": severity, "message": message, "fix": fix, "source": SOURCE}
+    )
