@@ -57,7 +57,7 @@ def latent_attention_excludes_query_groups(c: Command) -> bool:
     return c.mla and c.group_query_attention
 
 
-@rule("attention.down-projection", f"{ARGUMENTS}:1896", fix="drop it")
+@rule("attention.down-projection", f"{ARGUMENTS}:1896", fix="drop --mla-down-proj-fusion")
 def down_projection_fusion_needs_latent_attention(c: Command) -> bool:
     """--mla-down-proj-fusion needs --multi-latent-attention."""
     return c.mla_down_proj_fusion and not c.mla

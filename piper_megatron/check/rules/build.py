@@ -83,7 +83,13 @@ def shared_experts_have_no_bias(c: Command) -> bool:
     )
 
 
-@rule("experts.latent-overlap", f"{MOE}/moe_layer.py:472", late=True, since="0.18.2", fix="drop it")
+@rule(
+    "experts.latent-overlap",
+    f"{MOE}/moe_layer.py:472",
+    late=True,
+    since="0.18.2",
+    fix="drop --moe-shared-expert-overlap",
+)
 def latent_experts_exclude_shared_overlap(c: Command) -> bool:
     """--moe-shared-expert-overlap does not work with --moe-latent-size in training."""
     return bool(
@@ -223,7 +229,7 @@ def heads_divide_over_context_ranks(c: Command) -> Problem | None:
     "core/models/gpt/gpt_layer_specs.py:245",
     "core/models/gpt/gpt_layer_specs.py:414",
     late=True,
-    fix="drop it",
+    fix="drop --qk-l2-norm",
 )
 def latent_attention_has_no_l2_norm(c: Command) -> bool:
     """--qk-l2-norm does not work with --multi-latent-attention."""

@@ -134,7 +134,7 @@ def padding_for_quantization_has_conditions(c: Command) -> Problem | None:
     if c.fp8 is None and c.fp4 is None:
         return Problem(
             "--moe-router-padding-for-quantization needs --fp8-format or --fp4-format",
-            "drop it, or add --fp8-format hybrid",
+            "drop --moe-router-padding-for-quantization, or add --fp8-format hybrid",
         )
     if c.moe_token_dispatcher_type == "allgather":
         return Problem(

@@ -156,7 +156,9 @@ def expert_groups_come_out(c: Command) -> Problem | None:
             "--moe-router-group-topk without --moe-router-num-groups", "add --moe-router-num-groups"
         )
     if c.experts is None:
-        return Problem("--moe-router-group-topk without --num-experts", "drop it")
+        return Problem(
+            "--moe-router-group-topk without --num-experts", "drop --moe-router-group-topk"
+        )
     if c.experts % groups:
         return Problem(
             f"{c.experts} experts are not divisible into --moe-router-num-groups {groups}",

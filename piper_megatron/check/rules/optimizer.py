@@ -46,7 +46,7 @@ def gather_with_the_step_has_conditions(c: Command) -> Problem | None:
         return None
     return Problem(
         f"--overlap-param-gather-with-optimizer-step needs {', '.join(missing)}",
-        "drop it, or add what it needs",
+        "drop --overlap-param-gather-with-optimizer-step, or add what it needs",
     )
 
 

@@ -154,7 +154,7 @@ def weight_shards_in_fp4_are_gathered_in_fp4(c: Command) -> bool:
     return bool(_sharded(c) and c.fp4 and not c.fp4_param_gather)
 
 
-@rule("shards.average", f"{ARGUMENTS}:1513", since="0.19.2", fix="drop it")
+@rule("shards.average", f"{ARGUMENTS}:1513", since="0.19.2", fix="drop --ddp-average-in-collective")
 def weight_shards_exclude_averaging(c: Command) -> bool:
     """More weight shards than tensor-parallel ranks exclude --ddp-average-in-collective."""
     return _sharded(c) and c.ddp_average_in_collective
