@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from piper_megatron.errors import LayoutError
+from piper_megatron.layout.job import Job
 
 NOTHING = -1  # no virtual micro-batch
 _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -142,6 +143,24 @@ class Schedule:
         if self.beside:
             return ends
         return np.stack([ends + freed, ends], axis=1).reshape(-1, self.vpp)
+
+
+def schedule_of(job: Job) -> Schedule:
+    """The schedule that Megatron chooses for a job.
+
+    Raises:
+        LayoutError: as `Schedule`.
+    """
+    training = job.training
+    return Schedule(
+        pp=job.layout.pp,
+        vpp=job.pipeline.vpp,
+        micro_batches=int(job.sizes.micro_batches),
+        group=training.microbatch_group_size_per_vp_stage,
+        beside=training.overlap_moe_expert_parallel_comm,
+        overlap_p2p=training.overlap_p2p_comm and job.pipeline.vpp > 1,
+        overlap_warmup_flush=training.overlap_p2p_comm_warmup_flush,
+    )
 
 
 def in_flight(schedule: Schedule) -> np.ndarray:
