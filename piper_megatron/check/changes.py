@@ -5,7 +5,7 @@ tries it; here is only what could be meant.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from piper_megatron.check.command import Command
@@ -146,7 +146,32 @@ def _sharding(c: Command) -> Iterator[Change]:
     """Other parallel sizes on the same GPUs."""
     if c.tp > 1 and not c.sequence_parallel:
         yield Change("--sequence-parallel", "sequence", {"sequence_parallel": True})
-    yield from _grown(c, 1)
+    for factor in (2, 4):
+        yield from _divided(c, factor)
+        yield from _tensor(c, factor)
+
+
+def _divided(c: Command, factor: int) -> Iterator[Change]:
+    """Experts or layers over more ranks."""
+    if c.experts:
+        size = {"expert_model_parallel_size": c.ep * factor}
+        yield Change(f"--expert-model-parallel-size {c.ep * factor}", "ep", size)
+    if c.layout_stages is None and not c.uneven:
+        size = {"pipeline_model_parallel_size": c.pp * factor}
+        yield Change(f"--pipeline-model-parallel-size {c.pp * factor}", "pp", size)
+
+
+def _tensor(c: Command, factor: int) -> Iterator[Change]:
+    """Every matrix over more ranks of the fast network."""
+    tp = c.tp * factor
+    if c.fast_domain is None or tp > c.fast_domain:
+        return
+    sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": True}
+    flags = f"--tensor-model-parallel-size {tp} --sequence-parallel"
+    if c.experts and c.expert_tensor_parallel_size is None:  # it would grow with TP
+        sizes["expert_tensor_parallel_size"] = c.etp
+        flags += f" --expert-tensor-parallel-size {c.etp}"
+    yield Change(flags, "tp", sizes)
 
 
 def more_gpus(*factors: int) -> Iterator[Change]:
@@ -155,49 +180,8 @@ def more_gpus(*factors: int) -> Iterator[Change]:
         yield Change(f"{factor} times the GPUs", "gpus", {}, factor)
 
 
-def _grown(c: Command, gpus: int) -> Iterator[Change]:
-    for factor in (2, 4):
-        if c.experts:
-            ep = c.ep * factor
-            yield Change(
-                f"--expert-model-parallel-size {ep}",
-                "ep",
-                {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": c.etp},
-                gpus,
-            )
-        if c.layout_stages is None and not c.uneven:
-            pp = c.pp * factor
-            yield Change(
-                f"--pipeline-model-parallel-size {pp}",
-                "pp",
-                {"pipeline_model_parallel_size": pp},
-                gpus,
-            )
-        tp = c.tp * factor
-        if c.fast_domain is not None and tp <= c.fast_domain:
-            sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": True}
-            if c.experts:
-                sizes["expert_tensor_parallel_size"] = c.etp
-            flag = "" if c.sequence_parallel else " --sequence-parallel"
-            yield Change(f"--tensor-model-parallel-size {tp}{flag}", "tp", sizes, gpus)
-
-
 def scaled(c: Command, factor: int) -> Iterator[Change]:
     """A multiple of the GPUs, spent on replicas, on experts or on stages."""
     yield from more_gpus(factor)
-    if c.experts:
-        ep = c.ep * factor
-        yield Change(
-            f"--expert-model-parallel-size {ep}",
-            "gpus",
-            {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": c.etp},
-            factor,
-        )
-    if c.layout_stages is None and not c.uneven:
-        pp = c.pp * factor
-        yield Change(
-            f"--pipeline-model-parallel-size {pp}",
-            "gpus",
-            {"pipeline_model_parallel_size": pp},
-            factor,
-        )
+    for change in _divided(c, factor):
+        yield replace(change, kind="gpus", gpus=factor)

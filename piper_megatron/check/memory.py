@@ -10,8 +10,9 @@ from piper_megatron.check.command import Command
 from piper_megatron.check.finding import Finding
 from piper_megatron.errors import PiperError
 from piper_megatron.layout.job import job_of
-from piper_megatron.platform.platform import Platform
-from piper_megatron.resources.estimate import Estimate, StageMemory, estimate
+from piper_megatron.resources.estimate import StageMemory
+from piper_megatron.resources.memory import memory
+from piper_megatron.resources.step import step_time
 
 SOURCE = "prediction of piper_megatron, docs/estimate.md"
 FAR_TOO_LARGE = 2.0  # times the device's memory
@@ -37,16 +38,33 @@ class Trial:
     Attributes:
         change: what was changed.
         needed_gib: device memory of the fullest stage.
-        fits: whether that is there.
-        gpu_s: step time over all GPUs.
-        step_s: step time.
+        step_s: step time where it fits, else None.
+        gpus: ranks.
     """
 
     change: Change
     needed_gib: float
-    fits: bool
-    gpu_s: float
-    step_s: float
+    step_s: float | None
+    gpus: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the job would run."""
+        return self.step_s is not None
+
+    @property
+    def gpu_s(self) -> float:
+        """Step time over all GPUs: what a step costs."""
+        assert self.step_s is not None
+        return self.step_s * self.gpus
+
+    def told(self, command: Command) -> str:
+        """The change as flags, with what it brings."""
+        text = self.change.text
+        if self.gpus != command.gpus:
+            text = text.replace(f"{self.change.gpus} times the GPUs", f"{self.gpus} GPUs")
+            text = text if "GPUs" in text else f"{text} on {self.gpus} GPUs"
+        return f"{text} ({self.needed_gib:.1f} GiB, step {self.step_s:.3g} s)"
 
 
 def memory_findings(command: Command, legal: Legal) -> list[Finding]:
@@ -58,21 +76,20 @@ def memory_findings(command: Command, legal: Legal) -> list[Finding]:
     """
     assert command.platform
     try:
-        found = _estimate(command.values, command.gpus, command.platform)
+        found = memory(job_of(command.values, command.gpus), command.platform)
     except PiperError as error:
         return [_finding("memory.unknown", "info", f"memory is not judged: {error}", "")]
-    memory = found.memory
-    worst = memory.stages[memory.worst_stage]
+    worst = max(found.stages, key=needed_gib)
     needed = needed_gib(worst)
-    where = f"stage {worst.stage}" if len(memory.stages) > 1 else "every GPU"
-    if memory.fits:
-        text = f"memory fits: {where} needs {needed:.1f} GiB of {memory.capacity_gib:.1f} GiB"
+    where = f"stage {worst.stage}" if len(found.stages) > 1 else "every GPU"
+    if found.fits:
+        text = f"memory fits: {where} needs {needed:.1f} GiB of {found.capacity_gib:.1f} GiB"
         return [_finding("memory.fits", "info", text, "")]
-    times = needed / memory.capacity_gib
+    times = needed / found.capacity_gib
     start = f"{times:.1f} times the memory there is: " if times >= FAR_TOO_LARGE else ""
     message = (
         f"{start}memory does not fit: {where} needs {needed:.1f} GiB and a GPU of "
-        f"{command.platform.name} has {memory.capacity_gib:.1f} GiB; {_shares(worst)}"
+        f"{command.platform.name} has {found.capacity_gib:.1f} GiB; {_shares(worst)}"
     )
     return [_finding("memory.does-not-fit", "error", message, _fix(command, legal, worst))]
 
@@ -82,10 +99,6 @@ def needed_gib(stage: StageMemory) -> float:
     return stage.reserved_gib + stage.communicators_gib
 
 
-def _estimate(values: argparse.Namespace, gpus: int, platform: Platform) -> Estimate:
-    return estimate(job_of(values, gpus), platform)
-
-
 def _shares(stage: StageMemory) -> str:
     sizes = {text: getattr(stage, f"{name}_gib") for name, text in PARTS.items()}
     largest = sorted(sizes.items(), key=lambda part: part[1], reverse=True)[:SHOWN]
@@ -93,26 +106,23 @@ def _shares(stage: StageMemory) -> str:
 
 
 def _fix(command: Command, legal: Legal, worst: StageMemory) -> str:
+    parts = []
+    whole = _try(command, legal, full_recomputation())
+    if whole is None or not whole.fits:
+        states = worst.weights_gib + worst.gradients_gib + worst.optimizer_gib
+        parts.append(
+            "no change of recomputation helps: weights, gradients and optimizer states alone are "
+            f"{states:.1f} GiB; {_more_gpus(command, legal)}"
+        )
     trials = _tried(command, legal, changes(command))
     fitting = [trial for trial in trials if trial.fits]
     if len(fitting) < SHOWN:
         fitting += [t for t in _tried(command, legal, _pairs(trials)) if t.fits]
-    only_states = _only_states(command, legal, worst)
-    if not fitting:
-        return "; ".join(filter(None, (only_states, _more_gpus(command, legal))))
     fitting.sort(key=lambda trial: trial.gpu_s)
-    named = [
-        f"{_as_typed(command, t.change)} ({t.needed_gib:.1f} GiB, step {t.step_s:.3g} s)"
-        for t in fitting[:SHOWN]
-    ]
-    return "; ".join(filter(None, (only_states, f"cheapest first: {' | '.join(named)}")))
-
-
-def _as_typed(command: Command, change: Change) -> str:
-    if change.gpus == 1:
-        return change.text
-    text = f"{change.gpus} times the GPUs"
-    return change.text.replace(text, f"{command.gpus * change.gpus} GPUs")
+    if fitting:
+        named = " | ".join(trial.told(command) for trial in fitting[:SHOWN])
+        parts.append(f"cheapest first: {named}")
+    return "; ".join(parts)
 
 
 def _tried(command: Command, legal: Legal, some: Iterable[Change]) -> list[Trial]:
@@ -128,12 +138,12 @@ def _try(command: Command, legal: Legal, change: Change) -> Trial | None:
     if not legal(changed):
         return None
     try:
-        found = _estimate(values, gpus, command.platform)
+        job = job_of(values, gpus)
+        found = memory(job, command.platform)
+        step_s = step_time(job, command.platform).time.step_s if found.fits else None
     except PiperError:
         return None
-    needed = max(needed_gib(stage) for stage in found.memory.stages)
-    step_s = found.time.step_s
-    return Trial(change, needed, found.memory.fits, step_s * gpus, step_s)
+    return Trial(change, max(map(needed_gib, found.stages)), step_s, gpus)
 
 
 def _pairs(trials: list[Trial]) -> list[Change]:
@@ -144,21 +154,6 @@ def _pairs(trials: list[Trial]) -> list[Change]:
         for first, second in itertools.combinations(saving, 2)
         if first.change.kind != second.change.kind
     ]
-
-
-def _only_states(command: Command, legal: Legal, worst: StageMemory) -> str:
-    """Says so when no recomputation can help, because the states alone are too large."""
-    assert command.platform
-    states = worst.weights_gib + worst.gradients_gib + worst.optimizer_gib
-    accelerator = command.platform.need_accelerator()
-    if states < accelerator.memory.capacity_gib * 0.9:
-        whole = _try(command, legal, full_recomputation())
-        if whole is None or whole.fits:
-            return ""
-    return (
-        f"no change of recomputation helps: weights, gradients and optimizer states alone are "
-        f"{states:.1f} GiB"
-    )
 
 
 def _more_gpus(command: Command, legal: Legal) -> str:
@@ -173,10 +168,7 @@ def _more_gpus(command: Command, legal: Legal) -> str:
         fitting = [trial for trial in _tried(command, legal, some) if trial.fits]
         if fitting:
             best = min(fitting, key=lambda trial: trial.gpu_s)
-            return (
-                f"{command.gpus * factor} GPUs are the minimum: {_as_typed(command, best.change)} "
-                f"({best.needed_gib:.1f} GiB, step {best.step_s:.3g} s)"
-            )
+            return f"{command.gpus * factor} GPUs are the minimum, {best.told(command)}"
         factor += 1 if factor < 4 else factor // 2
     return f"even {command.gpus * MOST_GPUS} GPUs are too few with these sizes"
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from piper_megatron.check import rules  # noqa: F401  (registers them)
 from piper_megatron.check.command import Command
 from piper_megatron.check.finding import Finding
+from piper_megatron.check.memory import memory_findings
 from piper_megatron.check.rule import RULES
 from piper_megatron.errors import LayoutError, WorkloadError
 from piper_megatron.platform.platform import Platform
@@ -30,7 +31,15 @@ def check(
     command = Command(
         arguments.values, arguments.given, gpus, arguments.unknown, platform, environment or {}
     )
-    return sorted(judge(command), key=lambda finding: _ORDER[finding.severity])
+    found = judge(command)
+    starts = all(finding.severity != "error" or finding.late for finding in found)
+    if starts and platform is not None and platform.accelerator is not None:
+        found += memory_findings(command, _would_run)
+    return sorted(found, key=lambda finding: _ORDER[finding.severity])
+
+
+def _would_run(command: Command) -> bool:
+    return all(finding.severity != "error" for finding in judge(command))
 
 
 def unreadable(error: WorkloadError | LayoutError) -> Finding:
