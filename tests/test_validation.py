@@ -1,6 +1,7 @@
 """Measured runs and what is made of them, with predictions made up for the purpose."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +52,9 @@ def estimate(job: Job, step_s: float = STEP_S) -> Estimate:
             activations_gib=0,
             logits_gib=0,
             dispatch_gib=0,
+            buffers_gib=0,
             communicators_gib=2,
+            resident_gib=0.4 * peak,
             peak_gib=peak,
             reserved_gib=peak + 1,
             peaks_gib={"step": peak},
@@ -175,7 +178,7 @@ def test_stages_printed_apart_make_their_maximum_superfluous():
     assert compared(measured=by_stage) == {"peak_gib 0": 0.25, "peak_gib last": -0.1}
 
 
-def test_resident_memory_is_states_and_reserve_is_amds_device_memory():
+def test_reserve_is_all_memory_in_use_on_amd():
     last = {"peak_rank": "last stage", "resident_gib": 4.0, "reserved_gib": 8.0}
     assert compared(measured=last) == {"resident_gib last": -0.1, "reserved_gib last": 0.25}
     amd = compared(measured=last, platform="mi355x")
@@ -222,10 +225,25 @@ def test_runs_are_replayed_as_they_ran(made_up):
     }
     ((layout, platform, stack, imbalance),) = made_up
     assert (layout.world, layout.pp, platform) == (8, 4, "dgx-h100")
-    assert stack == "framework Megatron-LM; container NeMo 31.02"
+    assert stack == load_platform("dgx-h100").need_accelerator().stack().name
     assert imbalance == replay.NATURAL_IMBALANCE
     timed = done.timed[0]
-    assert (timed.measured_s, timed.plain_s) == (pytest.approx(2.0), 1.1)
+    assert (timed.measured_s, timed.plain_s) == (pytest.approx(2.0), STEP_S)
+
+
+def test_stack_is_chosen_by_the_platforms_rules(made_up, monkeypatch):
+    known = load_platform("dgx-h100")
+    accelerator = known.need_accelerator()
+    default = accelerator.stack()
+    quick = default.model_copy(update={"name": "quick", "match": re.compile(r"NeMo 3\d")})
+    stacks = (quick, *(stack for stack in accelerator.stacks if stack.match is None))
+    software = accelerator.model_copy(update={"stacks": stacks})
+    platform = known.model_copy(update={"accelerator": software})
+    monkeypatch.setattr(replay, "load_platform", lambda name: platform)
+    other = row(id="other", stack={"framework": "Megatron-Bridge"})
+    done = replay.replay([row(), other])
+    assert [call[2] for call in made_up] == ["quick", default.name]
+    assert [run.plain_s for run in done.timed] == [1.1, STEP_S]
 
 
 def test_fault_of_ours_refuses_one_run(made_up, monkeypatch):
@@ -276,6 +294,7 @@ def test_held_out_family_has_no_say_in_its_factor():
     ]
     # a, b: by c; c: median of a and b; d: nobody else on its stack, so all of the platform
     assert held_out_errors(runs) == pytest.approx([1.0, 1 / 3, 2.5 / 4 - 1, 3.0 - 1])
+    # nobody else on the platform: the factor of all platforms
     alone = [timed("a", "x", 2.0), timed("e", "w", 5.0, platform="q")]
     assert held_out_errors(alone) == pytest.approx([1.5, -0.6])
     assert held_out_errors(alone[:1]) == []

@@ -1,5 +1,6 @@
 """Predictions beside measurements: tables, statistics, JSON and a picture."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from piper_megatron.validation.gate import Criterion, criteria
 from piper_megatron.validation.limits import REASONS
 from piper_megatron.validation.order import LayoutGroup
 from piper_megatron.validation.replay import Replay
-from piper_megatron.validation.stack_factors import fitted_errors, held_out_errors
+from piper_megatron.validation.stack_factors import fit_factors, fitted_errors, held_out_errors
 from piper_megatron.validation.statistics import Summary, by, peaks, summarise, times
 
 if TYPE_CHECKING:
@@ -45,7 +46,11 @@ def accuracy_json(replay: Replay) -> dict[str, Any]:
             name: {group: asdict(summary) for group, summary in summaries.items()}
             for name, summaries in _statistics(replay).items()
         },
-        "stack_factors": {name: asdict(each) for name, each in _stack_factors(replay).items()},
+        "stack_errors": {name: asdict(each) for name, each in _stack_errors(replay).items()},
+        "stack_factors": [
+            {"platform": platform, "stack": stack, "factor": factor}
+            for (platform, stack), factor in fit_factors(replay.timed).items()
+        ],
         "order": [
             {
                 "runs": [run.run for run in group.runs],
@@ -66,17 +71,17 @@ def render_accuracy(replay: Replay, width: int) -> str:
         replay: what to show.
         width: columns of the terminal.
     """
-    blocks: list[str | Table] = [_headline(replay), _rows(replay.comparisons)]
+    sign = "errors above 0: we predict more memory or more time than was measured"
+    blocks: list[str | Table] = [f"{_headline(replay)}\n{sign}", _rows(replay.comparisons)]
     blocks += [
         _summaries(name, summaries) for name, summaries in _statistics(replay).items() if summaries
     ]
     if replay.timed:
-        blocks.append(_summaries("time by stack factors", _stack_factors(replay)))
+        blocks += [_summaries("time by stack factors", _stack_errors(replay)), _factors(replay)]
     if replay.groups:
         blocks.append(_order(replay.groups))
     blocks.append(_criteria(criteria(replay)))
-    notes = [("refused", f"{each.run}: {each.reason}") for each in replay.refusals]
-    notes += [("GPUs unknown", ", ".join(replay.unsized))] if replay.unsized else []
+    notes = _notes(replay)
     blocks += [facts(notes, width)] if notes else []
     return render(blocks)
 
@@ -106,6 +111,14 @@ def _headline(replay: Replay) -> str:
     )
 
 
+def _notes(replay: Replay) -> list[tuple[str, str]]:
+    runs: dict[str, list[str]] = defaultdict(list)
+    for refusal in replay.refusals:
+        runs[refusal.reason].append(refusal.run)
+    notes = [("refused", f"{reason}: {', '.join(names)}") for reason, names in runs.items()]
+    return notes + ([("GPUs unknown", ", ".join(replay.unsized))] if replay.unsized else [])
+
+
 def _statistics(replay: Replay) -> dict[str, dict[str, Summary]]:
     """Kind of statistic -> group -> summary; peaks leave out runs of low confidence."""
     kinds = {"peak memory": peaks(replay.comparisons), "time": times(replay.comparisons)}
@@ -118,7 +131,7 @@ def _statistics(replay: Replay) -> dict[str, dict[str, Summary]]:
     return found | {"error by quantity": by(comparable, lambda each: each.quantity)}
 
 
-def _stack_factors(replay: Replay) -> dict[str, Summary]:
+def _stack_errors(replay: Replay) -> dict[str, Summary]:
     errors = {
         "as predicted": [run.predicted_s / run.measured_s - 1 for run in replay.timed],
         "one factor a stack, all families": fitted_errors(replay.timed),
@@ -153,6 +166,14 @@ def _summaries(name: str, summaries: Mapping[str, Summary]) -> Table:
         shown.add_row(
             group, str(summary.count), *(f"{share:.1%}" for share in shares), f"{summary.bias:+.1%}"
         )
+    return shown
+
+
+def _factors(replay: Replay) -> Table:
+    shown = table("platform", "stack", "runs", "fitted factor", left=(0, 1))
+    runs = Counter((run.platform, run.stack) for run in replay.timed)
+    for (platform, stack), factor in sorted(fit_factors(replay.timed).items()):
+        shown.add_row(platform, stack, str(runs[platform, stack]), f"{factor:.3f}")
     return shown
 
 

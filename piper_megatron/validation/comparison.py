@@ -94,7 +94,7 @@ def _memory(run: Run, estimate: Estimate, platform: Platform) -> Iterator[Compar
         predicted = max(stage.peak_gib for stage in candidates)
         yield _comparison(run, "peak_gib", measured.peak_gib, predicted, where=where)
     if measured.resident_gib:
-        predicted = max(map(_resident_gib, candidates))
+        predicted = max(stage.resident_gib for stage in candidates)
         yield _comparison(run, "resident_gib", measured.resident_gib, predicted, where=where)
     if measured.reserved_gib:
         outside = _reports_device_memory(platform)
@@ -114,10 +114,6 @@ def _measured_stages(
     if rank == "rank 0":
         return "0", stages[:1]
     return "worst", stages
-
-
-def _resident_gib(stage: StageMemory) -> float:
-    return stage.weights_gib + stage.gradients_gib + stage.optimizer_gib
 
 
 def _reports_device_memory(platform: Platform) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from piper_megatron.errors import PiperError
 from piper_megatron.layout.job import job_of
-from piper_megatron.platform.platform import Platform, load_platform
+from piper_megatron.platform.platform import load_platform
 from piper_megatron.resources.estimate import estimate
 from piper_megatron.resources.step import step_time
 from piper_megatron.switches import switched_on
@@ -84,26 +84,23 @@ def _predicted(run: Run, ranks: int) -> tuple[list[Comparison], list[ReadRun]]:
         raise PiperError(f"arguments not understood: {' '.join(arguments.unknown)}")
     job = job_of(arguments.values, ranks)
     imbalance = NATURAL_IMBALANCE if run.routing == "natural" else 1.0
-    estimated = estimate(job, platform, stack=run.stack_description, imbalance=imbalance)
+    stack = platform.need_accelerator().stack(run.stack_description)
+    estimated = estimate(job, platform, stack=stack.name, imbalance=imbalance)
     comparisons = compare(run, estimated, platform)
-    plain_s = step_time(job, platform, stack=None, imbalance=imbalance).step_s
+    step_s = plain_s = estimated.time.step_s
+    if stack != platform.need_accelerator().stack():
+        plain_s = step_time(job, platform, imbalance=imbalance).step_s
     timed = [
-        _timed(run, platform, comparison, estimated.time.step_s, plain_s)
+        TimedRun(
+            run=run.id,
+            family=run.family,
+            platform=platform.name,
+            stack=stack.name,
+            measured_s=step_s / (1 + comparison.error),
+            predicted_s=step_s,
+            plain_s=plain_s,
+        )
         for comparison in comparisons
         if comparison.quantity in TIMES and comparison.counts
     ]
     return comparisons, [ReadRun(run, arguments.values, each) for each in timed]
-
-
-def _timed(
-    run: Run, platform: Platform, counted: Comparison, predicted_s: float, plain_s: float
-) -> TimedRun:
-    return TimedRun(
-        run=run.id,
-        family=run.family,
-        platform=platform.name,
-        stack=platform.need_accelerator().stack(run.stack_description).name,
-        measured_s=predicted_s / (1 + counted.error),
-        predicted_s=predicted_s,
-        plain_s=plain_s,
-    )

@@ -1,6 +1,7 @@
 """Factors of software stacks, and how well they hold for models that they were not fitted to."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -27,44 +28,49 @@ class TimedRun:
     plain_s: float
 
 
-def fit_factor(runs: Iterable[TimedRun]) -> float | None:
-    """What the plain prediction has to be multiplied by; None without runs."""
-    ratios = [run.measured_s / run.plain_s for run in runs]
-    return median(ratios) if ratios else None
+Stack = tuple[str, str]  # platform, software stack
+
+
+def fit_factors(runs: Iterable[TimedRun]) -> dict[Stack, float]:
+    """For each platform and stack, what the plain prediction has to be multiplied by."""
+    return _median_ratios(runs, lambda run: (run.platform, run.stack))
 
 
 def fitted_errors(runs: Sequence[TimedRun]) -> list[float]:
-    """Relative errors with one factor for each platform and stack, fitted to these very runs."""
-    errors = []
-    for run in runs:
-        factor = fit_factor(other for other in runs if _same_stack(run, other))
-        assert factor is not None, "a run has its own stack"
-        errors.append(_error(run, factor))
-    return errors
+    """Relative errors with factors fitted to these very runs."""
+    factors = fit_factors(runs)
+    return [_error(run, factors[run.platform, run.stack]) for run in runs]
 
 
 def held_out_errors(runs: Sequence[TimedRun]) -> list[float]:
-    """The same with factors fitted to other families alone.
+    """Relative errors with factors fitted to all families but the run's own.
 
     Where no other family ran on the stack, the factor is that of the whole platform, and then that
     of all platforms.
     """
     errors = []
-    for run in runs:
-        others = [other for other in runs if other.family != run.family]
-        factors = (
-            fit_factor(other for other in others if _same_stack(run, other)),
-            fit_factor(other for other in others if other.platform == run.platform),
-            fit_factor(others),
-        )
-        factor = next((factor for factor in factors if factor is not None), None)
-        if factor is not None:
-            errors.append(_error(run, factor))
+    for family in dict.fromkeys(run.family for run in runs):
+        others = [run for run in runs if run.family != family]
+        if not others:
+            continue
+        stacks = fit_factors(others)
+        platforms = _median_ratios(others, lambda run: run.platform)
+        everywhere = _median_ratios(others, lambda run: "")[""]
+        for run in runs:
+            if run.family == family:
+                anywhere = platforms.get(run.platform, everywhere)
+                errors.append(_error(run, stacks.get((run.platform, run.stack), anywhere)))
     return errors
 
 
-def _same_stack(run: TimedRun, other: TimedRun) -> bool:
-    return (run.platform, run.stack) == (other.platform, other.stack)
+def _median_ratios[Key](
+    runs: Iterable[TimedRun], group: Callable[[TimedRun], Key]
+) -> dict[Key, float]:
+    """Measured over plain prediction, the median of each group."""
+    ratios: dict[Key, list[float]] = defaultdict(list)
+    for run in runs:
+        ratios[group(run)].append(run.measured_s / run.plain_s)
+    return {key: median(found) for key, found in ratios.items()}
 
 
 def _error(run: TimedRun, factor: float) -> float:
