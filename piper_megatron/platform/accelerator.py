@@ -223,7 +223,7 @@ class Accelerator(StrictModel):
             if stack.name == text:
                 return stack
         for stack in self.stacks:
-            if stack.match and re.search(stack.match, text):
+            if stack.match and re.search(stack.match.pattern, text, re.IGNORECASE):
                 return stack
         return default
 
