@@ -243,6 +243,9 @@ class Shell:
             for word in words[1:]:
                 if assignment := _ASSIGNMENT.fullmatch(word):
                     values[assignment[1]] = assignment[2]
+        elif name == "let":
+            for word in words[1:]:
+                self._expander.calculated(word)
         elif name == "unset":
             for word in words[1:]:
                 values.pop(word, None)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from piper_megatron.workload.shell_arithmetic import Incalculable, calculated
+
 if TYPE_CHECKING:
     from tree_sitter import Node
 
@@ -36,25 +38,6 @@ _COMPARISONS = {
     "-gt": lambda a, b: a > b,
     "-ge": lambda a, b: a >= b,
 }
-_ARITHMETIC = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: int(a / b),
-    "%": lambda a, b: a - b * int(a / b),
-    "<<": lambda a, b: a << b,
-    ">>": lambda a, b: a >> b,
-    "**": lambda a, b: a**b,
-    "<": lambda a, b: int(a < b),
-    "<=": lambda a, b: int(a <= b),
-    ">": lambda a, b: int(a > b),
-    ">=": lambda a, b: int(a >= b),
-    "==": lambda a, b: int(a == b),
-    "!=": lambda a, b: int(a != b),
-    "&&": lambda a, b: int(bool(a and b)),
-    "||": lambda a, b: int(bool(a or b)),
-}
-_LARGEST_OPERAND = 2**31
 
 
 @dataclass(frozen=True)
@@ -160,8 +143,8 @@ class Expander:
         source, offset = node.text or b"", node.start_byte
         parts: list[list[str]] = [[""]]
         at = start
-        for part in node.named_children:
-            if part.type in _EXPANSIONS and start <= part.start_byte and part.end_byte <= end:
+        for part in _expansions(node):
+            if start <= part.start_byte and part.end_byte <= end:
                 parts.append([_unescaped(source[at - offset : part.start_byte - offset])])
                 parts.append(self.fields(part, quoted=True))
                 at = part.end_byte
@@ -271,39 +254,22 @@ class Expander:
     # --- arithmetic ---
 
     def number(self, node: "Node") -> int | None:
-        """Value of an arithmetic expression; None where it is not known. Assigns as it goes."""
-        kind = node.type
-        if kind in ("parenthesized_expression", "arithmetic_expansion", "compound_statement"):
-            values = [self.number(part) for part in node.named_children]
-            return values[-1] if values else 0
-        if kind == "binary_expression":
-            return self._binary(node)
-        if kind == "unary_expression":
-            value = self.number(node.children[-1])
-            sign = _text(node.children[0])
-            if value is None or sign not in "+-!":
-                return None
-            return {"+": value, "-": -value, "!": int(not value)}[sign]
-        if kind == "ternary_expression":
-            condition, yes, no = (self.number(part) for part in node.named_children)
-            return None if condition is None else yes if condition else no
-        if kind == "variable_name":
-            text = self._value(_text(node), None)
-            return _whole(text if isinstance(text, str) else "")
-        if kind in ("number", "word", "simple_expansion", "expansion", "string"):
-            return _whole(self.text(node))
-        return None
+        """Value of `$(( ... ))` or `(( ... ))`; None where it is not known. Assigns as it goes."""
+        opening = 3 if _text(node).startswith("$") else 2
+        texts = self._mixed(node, node.start_byte + opening, node.end_byte - 2)
+        return self.calculated(" ".join(texts))
 
-    def _binary(self, node: "Node") -> int | None:
-        left, operation, right = node.children
-        operator, value = _text(operation), self.number(right)
-        if operator.endswith("=") and operator not in ("==", "!=", "<=", ">="):
-            if operator != "=":
-                value = _calculated(operator[:-1], self.number(left), value)
-            assigned = self._mark(node, "it is not known") if value is None else str(value)
-            self.variables.values[_text(left)] = assigned
-            return value
-        return _calculated(operator, self.number(left), value)
+    def calculated(self, expression: str) -> int | None:
+        """Value of an arithmetic expression whose `$name` are expanded."""
+
+        def value_of(name: str) -> str | None:
+            value = self._value(name, None)
+            return value if isinstance(value, str) else None
+
+        try:
+            return calculated(expression, value_of, self.variables.values.__setitem__)
+        except Incalculable:
+            return None
 
     def _arithmetic_text(self, node: "Node") -> str:
         value = self.number(node)
@@ -323,7 +289,7 @@ class Expander:
         kind = node.type
         if kind == "test_command":
             if _text(node.children[0]) == "((":
-                value = self.number(node.named_children[0])
+                value = self.number(node)
                 return None if value is None else bool(value)
             return self._truth(node.named_children[0]) if node.named_children else False
         if kind == "parenthesized_expression":
@@ -370,6 +336,15 @@ def _text(node: "Node") -> str:
     return (node.text or b"").decode(errors="replace")
 
 
+def _expansions(node: "Node") -> "Iterator[Node]":
+    """The outermost expansions and quoted parts inside a node."""
+    for part in node.named_children:
+        if part.type in _EXPANSIONS:
+            yield part
+        else:
+            yield from _expansions(part)
+
+
 def _unescaped(source: bytes) -> str:
     """Text between double quotes."""
     return re.sub(r'\\([$`"\\\n])', lambda m: m[1].strip("\n"), source.decode(errors="replace"))
@@ -386,13 +361,3 @@ def _glued(parts: "Iterator[list[str]] | list[list[str]]") -> list[str]:
 
 def _whole(text: str) -> int | None:
     return int(text) if re.fullmatch(r" *[+-]?\d+ *", text) else None
-
-
-def _calculated(operator: str, left: int | None, right: int | None) -> int | None:
-    if left is None or right is None or operator not in _ARITHMETIC:
-        return None
-    if max(abs(left), abs(right)) > _LARGEST_OPERAND or (operator in ("/", "%") and not right):
-        return None
-    if operator in ("**", "<<", ">>") and not 0 <= right < 64:
-        return None
-    return _ARITHMETIC[operator](left, right)
