@@ -17,7 +17,7 @@ from piper_megatron.resources.step import step_time
 SOURCE = "prediction of piper_megatron, docs/estimate.md"
 FAR_TOO_LARGE = 2.0  # times the device's memory
 SHOWN = 3
-PAIRED = 8  # changes that are tried together, the most saving first
+PAIRED = 5  # changes that are tried together, the most saving first
 MOST_GPUS = 64  # times those of the command
 PARTS = {
     "weights": "weights",
