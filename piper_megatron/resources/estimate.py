@@ -1,6 +1,12 @@
 """The estimate: what a job will need, as reports and JSON show it."""
 
+from typing import TYPE_CHECKING
+
 from piper_megatron.strict import StrictModel
+
+if TYPE_CHECKING:
+    from piper_megatron.layout.job import Job
+    from piper_megatron.platform.platform import Platform
 
 GIB = 2**30
 
@@ -28,7 +34,10 @@ class StageMemory(StrictModel):
         activations_gib: saved for the backward pass when the peak is reached, routed rows apart.
         logits_gib: output layer and loss when the peak is reached.
         dispatch_gib: routed rows of experts and their exchange when the peak is reached.
-        communicators_gib: buffers of NCCL or RCCL and the device context, outside torch's allocator.
+        buffers_gib: what is allocated once and stays: workspaces, gathered inputs, counters.
+        communicators_gib: buffers of NCCL or RCCL and the device context, outside torch's
+            allocator.
+        resident_gib: what torch.cuda.memory_allocated would say between steps.
         peak_gib: what torch.cuda.max_memory_allocated would say.
         reserved_gib: what torch.cuda.max_memory_reserved would say.
         peaks_gib: the largest allocation in each phase of a step; `peak_gib` is their maximum.
@@ -41,7 +50,9 @@ class StageMemory(StrictModel):
     activations_gib: float
     logits_gib: float
     dispatch_gib: float
+    buffers_gib: float
     communicators_gib: float
+    resident_gib: float
     peak_gib: float
     reserved_gib: float
     peaks_gib: dict[str, float]
@@ -97,3 +108,41 @@ class Estimate(StrictModel):
     time: Time
     assumptions: tuple[str, ...]
     evidence: dict[str, str]
+
+
+def estimate(
+    job: "Job", platform: "Platform", *, stack: str | None = None, imbalance: float = 1.0
+) -> Estimate:
+    """What a job will need on a platform.
+
+    Args:
+        job: what is trained and how.
+        platform: where.
+        stack: name or description of the software, see `Accelerator.stack`; None for the default.
+        imbalance: rows on the most loaded expert rank over the mean.
+
+    Raises:
+        PlatformError: the platform does not describe its accelerator, or lacks the precision.
+        LayoutError: the micro-batches cannot be scheduled.
+    """
+    from piper_megatron.resources.assumptions import assumptions
+    from piper_megatron.resources.memory import memory
+    from piper_megatron.resources.parameters import (
+        active_parameters,
+        parameter_counts,
+        total_parameters,
+    )
+    from piper_megatron.resources.step import step_time
+
+    stages = parameter_counts(job)
+    return Estimate(
+        parameters=Parameters(
+            total=total_parameters(job.model),
+            active=active_parameters(job.model),
+            per_stage=tuple(int(sum(chunk.total for chunk in stage)) for stage in stages),
+        ),
+        memory=memory(job, platform, imbalance),
+        time=step_time(job, platform, stack, imbalance).time,
+        assumptions=assumptions(job, platform, stack, imbalance),
+        evidence=platform.evidence(),
+    )

@@ -24,12 +24,19 @@ class OptimizerCost:
     Attributes:
         resident: main parameter and moments on the device, after the first step.
         host: what is offloaded to the host's memory.
-        step: more on the device while it steps.
+        gradient_copy: on the device from before any optimizer's step to the end of all.
+        upcast: on the device while this optimizer steps.
     """
 
     resident: float
     host: float
-    step: float
+    gradient_copy: float = 0
+    upcast: float = 0
+
+    @property
+    def step(self) -> float:
+        """More on the device while this optimizer steps."""
+        return self.gradient_copy + self.upcast
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ def optimizer_cost(training: TrainingSpec, *, matrix: bool, quantized: bool) -> 
     moments = _moments_bytes(training, matrix)
     gradient_copy = 0 if gradient_bytes(training) == _FP32 else _FP32
     if training.precision == "fp32":
-        return OptimizerCost(moments, 0, 0)
+        return OptimizerCost(moments, 0)
     if training.optimizer_cpu_offload:
         # HybridDeviceOptimizer keeps fp32 parameters and moments in both places, and gradients on
         # the host; it moves whole parameters, so up to one more than this fraction
@@ -121,13 +128,13 @@ def optimizer_cost(training: TrainingSpec, *, matrix: bool, quantized: bool) -> 
         return OptimizerCost(3 * _FP32 * kept, 4 * _FP32 * host, gradient_copy * kept)
     if not _adam_holds_main_parameters(training):
         return OptimizerCost(
-            _FP32 + moments, 0, gradient_copy + _upcast_bytes(training, with_main=False)
+            _FP32 + moments, 0, gradient_copy, _upcast_bytes(training, with_main=False)
         )
     if training.main_params_dtype == "fp32" and training.precision == "bf16" and not quantized:
         main = 2  # the half of fp32 that the bf16 weight lacks (store_param_remainders)
     else:
         main = DTYPE_BYTES[training.main_params_dtype]
-    return OptimizerCost(main + moments, 0, _upcast_bytes(training, with_main=True))
+    return OptimizerCost(main + moments, 0, upcast=_upcast_bytes(training, with_main=True))
 
 
 def _adam_holds_main_parameters(training: TrainingSpec) -> bool:

@@ -121,7 +121,9 @@ def state_bytes(
         transposed_weights: as for `stage_states`.
     """
     tensors = list(tensors)
-    held = gradients = optimizer = host = step = low_precision = 0 * sizes.world
+    held = gradients = optimizer = host = low_precision = copies = 0 * sizes.world
+    # the optimizers of dense and of expert parameters step one after the other
+    upcast: dict[bool, Number] = {False: 0 * sizes.world, True: 0 * sizes.world}
     for tensor in (*tensors, *_room_for_whole_matrices(training, sizes, tensors)):
         elements = tensor.elements * tensor.copies
         low = in_low_precision(tensor, training, model.layers)
@@ -137,7 +139,9 @@ def state_bytes(
         gradients = gradients + elements / shares.gradient * shares.gradient_bytes
         optimizer = optimizer + elements / shares.optimizer * cost.resident
         host = host + elements / shares.optimizer * cost.host
-        step = step + elements / shares.optimizer * cost.step
+        owned = elements / shares.optimizer
+        copies = copies + owned * cost.gradient_copy
+        upcast[tensor.expert] = upcast[tensor.expert] + owned * cost.upcast
     return StateBytes(
         weights_bytes=held,
         low_precision_bytes=low_precision,
@@ -145,7 +149,7 @@ def state_bytes(
         optimizer_bytes=optimizer,
         gathered_bytes=_gathered_bytes(model, training, sizes),
         host_bytes=host,
-        step_peak_bytes=step,
+        step_peak_bytes=copies + np.maximum(upcast[False], upcast[True]),
     )
 
 
@@ -233,20 +237,25 @@ def _padded_bytes(job: Job, buffers: list[Buffer]) -> dict[str, Number]:
     """The parts that padding changes, on the rank that owns most."""
     ranks = np.arange(job.layout.world // job.layout.pp)
     owned_bytes = np.zeros((3, len(ranks)))
+    upcast_bytes = np.zeros((2, len(ranks)))
     for buffer in buffers:
         kind = buffer.kind
         cost = optimizer_cost(job.training, matrix=kind.matrices, quantized=kind.quantized)
         inner = job.layout.ep * job.layout.etp if kind.expert else job.layout.tp
         owned = buffer.owned[ranks // inner % len(buffer.owned)]
-        owned_bytes += np.outer((cost.resident, cost.host, cost.step), owned)
-    optimizer, host, step = owned_bytes[:, (owned_bytes[0] + owned_bytes[2]).argmax()]
+        owned_bytes += np.outer((cost.resident, cost.host, cost.gradient_copy), owned)
+        upcast_bytes[int(kind.expert)] += cost.upcast * owned
+    # the optimizers of dense and of expert parameters step one after the other
+    step_peak_bytes = owned_bytes[2] + upcast_bytes.max(axis=0)
+    rank = (owned_bytes[0] + step_peak_bytes).argmax()
+    optimizer, host, _ = owned_bytes[:, rank]
     return {
         "weights_bytes": sum(_weight_bytes(job.training, buffer) for buffer in buffers),
         "gradients_bytes": sum(buffer.elements for buffer in buffers)
         * gradient_bytes(job.training),
         "optimizer_bytes": optimizer,
         "host_bytes": host,
-        "step_peak_bytes": step,
+        "step_peak_bytes": step_peak_bytes[rank],
     }
 
 

@@ -1,0 +1,37 @@
+"""What an estimate takes for granted, one sentence each."""
+
+from piper_megatron.layout.job import Job
+from piper_megatron.platform.platform import Platform
+
+
+def assumptions(
+    job: Job, platform: Platform, stack: str | None, imbalance: float
+) -> tuple[str, ...]:
+    """Sentences for a report; only those that concern the job.
+
+    Args:
+        job: what is trained and how.
+        platform: where.
+        stack: as the user gave it.
+        imbalance: rows on the most loaded expert rank over the mean.
+    """
+    accelerator = platform.need_accelerator()
+    chosen = accelerator.stack(stack)
+    said = [
+        f"software stack '{chosen.name}' of {platform.name}: kernels at {chosen.efficiency:g} of "
+        "the accelerator's curves",
+        "ranks fill nodes one after the other, in Megatron's order",
+    ]
+    if job.model.experts is not None:
+        said.append(
+            "every expert rank receives equally many rows"
+            if imbalance == 1
+            else f"the most loaded expert rank receives {imbalance:g} times the mean"
+        )
+    if job.training.transformer_impl != "local":
+        said.append(
+            "Transformer Engine's layers; --attention-backend auto runs flash or fused attention"
+            if job.training.attention_backend == "auto"
+            else "Transformer Engine's layers"
+        )
+    return tuple(said)
