@@ -139,7 +139,9 @@ def test_piper_keeps_pipelines_near_and_data_parallelism_far():
 
 def test_many_layouts_at_once_equal_each_alone():
     platform = machine(8, 4)
-    grids = [dict(tp=t, pp=p, ep=e) for t in (1, 2, 4) for p in (1, 2, 8) for e in (1, 4, 16)]
+    grids = [
+        {"tp": tp, "pp": pp, "ep": ep} for tp in (1, 2, 4) for pp in (1, 2, 8) for ep in (1, 4, 16)
+    ]
     rows = [sizes_of(ParallelLayout(world=512, **grid)) for grid in grids]
     together = Sizes(
         **{

@@ -65,15 +65,18 @@ def test_gradients_add_up_to_the_published_size_of_the_default_model():
 
 def test_expert_all_to_all_sends_every_routed_copy_that_leaves_its_rank():
     tokens, copies = 16 * 2, 2
-    dispatch = tokens * copies * 8 * 2 * 3 / 4  # 3 of 4 copies leave; 8 wide, 2 bytes
+    away = tokens * copies * 3 / 4  # 3 of 4 copies leave; 8 wide, 2 bytes
     moe_layer_passes = 2 * 3
-    assert bytes_of("ep", 4, sizes={"ep": 4}) == 4 * moe_layer_passes * dispatch
+    probabilities = 2 * away * 2  # not on the way back
+    sent = moe_layer_passes * (4 * away * 8 * 2 + probabilities)
+    assert bytes_of("ep", 4, sizes={"ep": 4}) == sent
 
 
 def test_all_gather_dispatcher_sends_every_token_to_all_members_of_the_tp_ep_group():
     tokens, passes = 16 * 2, 2 * 3
     there_and_back = 4 * 3 * tokens * 8 * 2
-    beside = 3 * tokens * 4 * (4 + 1)  # of 4 experts a probability and a byte of the routing map
+    # of 4 experts a probability, and forward a byte of the routing map
+    beside = 3 * tokens * 4 * (2 * 2 + 1)
     sent = bytes_of("tp_ep", 4, sizes={"ep": 4}, dispatcher="allgather")
     assert sent == passes * (there_and_back + beside)
 

@@ -14,9 +14,6 @@ import numpy as np
 from piper_megatron.layout.sizes import Number, Sizes
 from piper_megatron.workload.spec import DTYPE_BYTES, Attention, Experts, ModelSpec, TrainingSpec
 
-# what a MoE layer's dispatcher sends beside every copy of a token: its probability, in fp32
-PROBABILITY_BYTES = 4
-
 
 class Operation(Enum):
     """How an exchange moves its tensor.
@@ -222,6 +219,16 @@ def row_bytes(model: ModelSpec, training: TrainingSpec) -> int:
     return (model.experts.latent or model.hidden) * training.element_bytes
 
 
+def _summed_row_bytes(model: ModelSpec, training: TrainingSpec) -> int:
+    """Bytes of a row that is reduce-scattered: Megatron adds in the type of the probabilities."""
+    return row_bytes(model, training) // training.element_bytes * probability_bytes(training)
+
+
+def probability_bytes(training: TrainingSpec) -> int:
+    """Bytes of the weight that a token gives an expert: `--moe-router-dtype`, or activations'."""
+    return {"fp32": 4, "fp64": 8, None: training.element_bytes}[training.moe_router_dtype]
+
+
 def _column_parallel(
     part: str, training: TrainingSpec, tensor_bytes: Number, products: str | None = None
 ) -> list[Collective]:
@@ -338,53 +345,64 @@ def _head_widths(attention: Attention, sizes: Sizes) -> tuple[Number, Number, Nu
 
 
 def _expert_collectives(model: ModelSpec, training: TrainingSpec, sizes: Sizes) -> list[Collective]:
-    """Collectives of a MoE layer's dispatcher, and of its shared experts.
+    """Collectives of a MoE layer's shared experts and dispatcher.
 
-    megatron/core/transformer/moe/token_dispatcher.py (0.19.2). `allgather` gathers all tokens, with
-    probabilities (fp32) and routing map, in the tp-ep group. All others send every copy of a token
-    to its expert's rank, as counted here, or fewer where they de-duplicate (resources/dispatch.py);
-    ranks that share an expert (ETP) gather what the others received.
+    megatron/core/transformer/moe/token_dispatcher.py (0.19.2). All dispatchers but `allgather` send
+    every copy of a token to its expert's rank, as counted here, or fewer where they de-duplicate
+    (resources/dispatch.py); ranks that share an expert (ETP) gather what the others received.
     """
     experts = model.experts
     assert experts is not None
-    shared = (
-        _mlp_collectives(model, training, sizes, "shared_experts") if experts.shared_ffn else []
-    )
-    if training.moe_shared_expert_overlap:
+    shared = _mlp_collectives(model, training, sizes, "shared_experts")
+    if not experts.shared_ffn:
+        shared = []
+    elif training.moe_shared_expert_overlap:
         shared = [replace(each, behind="experts") for each in shared]
     if training.dispatcher == "allgather":
-        beside = experts.count * (PROBABILITY_BYTES + 1)
-        tokens = sizes.tokens / sizes.tp * sizes.etp * sizes.ep
-        tensor = tokens * row_bytes(model, training)
-        mirrored: list[tuple[str, Operation, Number, Phase]] = [
-            ("dispatch", Operation.ALL_GATHER, tensor + tokens * beside, "forward"),
-            ("dispatch", Operation.REDUCE_SCATTER, tensor, "backward"),
-            ("combine", Operation.REDUCE_SCATTER, tensor, "forward"),
-            ("combine", Operation.ALL_GATHER, tensor, "backward"),
-        ]
-        dispatch = [
-            Collective(part, "tp_ep", op, sent, phase) for part, op, sent, phase in mirrored
-        ]
-        return [*shared, *dispatch]
-    rows = routed_rows(experts, sizes) * row_bytes(model, training)
-    phases: tuple[Phase, ...] = ("forward", "backward")
-    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
-    return [
-        *shared,
-        *(
-            Collective(part, "ep", Operation.ALL_TO_ALL, rows, phase)
-            for part in ("dispatch", "combine")
-            for phase in phases
-        ),
-        *(
-            Collective(part, "etp", operation, sizes.etp * rows, phase)
-            for part, operations in (
-                ("dispatch", (gather, scatter)),
-                ("combine", (scatter, gather)),
-            )
-            for phase, operation in zip(phases, operations, strict=True)
-        ),
+        return [*shared, *_gathered_tokens(model, training, sizes)]
+    rows = routed_rows(experts, sizes)
+    row, summed = row_bytes(model, training), _summed_row_bytes(model, training)
+    # part, bytes in the expert-parallel and in the expert-tensor-parallel group
+    tensors = [
+        ("dispatch", rows * row, rows * row),
+        ("dispatch", rows * probability_bytes(training), rows * probability_bytes(training)),
+        ("combine", rows * row, rows * summed),
     ]
+    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
+    both: tuple[tuple[Phase, Operation, Operation], ...] = (
+        ("forward", gather, scatter),
+        ("backward", scatter, gather),
+    )
+    collectives = shared
+    for part, exchanged, shared_out in tensors:
+        for phase, after_dispatch, before_combine in both:
+            operation = after_dispatch if part == "dispatch" else before_combine
+            collectives += [
+                Collective(part, "ep", Operation.ALL_TO_ALL, exchanged, phase),
+                Collective(part, "etp", operation, sizes.etp * shared_out, phase),
+            ]
+    return collectives
+
+
+def _gathered_tokens(model: ModelSpec, training: TrainingSpec, sizes: Sizes) -> list[Collective]:
+    """All tokens, their probabilities and routing map go to all ranks of the tp-ep group."""
+    experts = model.experts
+    assert experts is not None
+    tokens = sizes.tokens / sizes.tp * sizes.etp * sizes.ep
+    rows = tokens * row_bytes(model, training)
+    summed = tokens * _summed_row_bytes(model, training)
+    probabilities = tokens * experts.count * probability_bytes(training)
+    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
+    listed: list[tuple[str, Operation, Number, Phase]] = [
+        ("dispatch", gather, tokens * experts.count, "forward"),
+        ("dispatch", gather, probabilities, "forward"),
+        ("dispatch", gather, rows, "forward"),
+        ("combine", scatter, summed, "forward"),
+        ("combine", gather, summed, "backward"),
+        ("dispatch", scatter, rows, "backward"),
+        ("dispatch", scatter, probabilities, "backward"),
+    ]
+    return [Collective(part, "tp_ep", op, tensor, phase) for part, op, tensor, phase in listed]
 
 
 def dense_parameters(model: ModelSpec) -> int:

@@ -23,7 +23,7 @@ from math import comb, prod
 
 import numpy as np
 
-from piper_megatron.layout.collectives import PROBABILITY_BYTES, Collective, Operation
+from piper_megatron.layout.collectives import Collective, Operation, probability_bytes
 from piper_megatron.layout.sizes import Number
 from piper_megatron.platform.platform import Platform
 from piper_megatron.resources.network import (
@@ -38,6 +38,8 @@ from piper_megatron.workload.spec import Experts, TrainingSpec
 # ranks agree on row counts by a kernel of their own when rows leave the NVLink domain; 37 to 66 us
 # on 2 and 4 nodes of H100, ai-dynamo/aiconfigurator (095f58a5, 2026-08-21)
 _NOTIFY_S = 55e-6
+# of a probability: these kernels take fp32 alone
+_FUSED_PROBABILITY_BYTES = 4
 # a level belongs to the domain of fused kernels while it is at least this fast against the node
 _STILL_FAST = 0.5
 _PIPER = ("flat", "2dh", "halo", "rail", "rbd")
@@ -160,7 +162,7 @@ def dispatch_cost(
             training.flex_backend,
             experts,
             reach,
-            tokens * (row_bytes + probabilities * PROBABILITY_BYTES),
+            tokens * (row_bytes + probabilities * _FUSED_PROBABILITY_BYTES),
             copies,
             first=probabilities,
         )
@@ -169,8 +171,8 @@ def dispatch_cost(
         if not probabilities:
             return rows
         # a call of their own: token_dispatcher.py:MoEAlltoAllTokenDispatcher.token_dispatch
-        return rows + _flat(platform, experts, reach, tokens * PROBABILITY_BYTES)
-    held_bytes = tokens * (row_bytes + probabilities * PROBABILITY_BYTES)
+        return rows + _flat(platform, experts, reach, tokens * probability_bytes(training))
+    held_bytes = tokens * (row_bytes + probabilities * probability_bytes(training))
     if training.dispatcher == "auto":
         options = [_ALGORITHMS[name](platform, experts, reach, held_bytes) for name in _PIPER]
         return _cheapest(options)
@@ -180,10 +182,10 @@ def dispatch_cost(
 def counts_cost(platform: Platform, experts: Experts, reach: Reach) -> Cost:
     """Cost of telling all ranks how many rows every expert gets.
 
-    token_dispatcher.py:MoEAlltoAllTokenDispatcher.preprocess (0.19.2): int32, one for each expert.
+    token_dispatcher.py:MoEAlltoAllTokenDispatcher.preprocess (0.19.2): int64, one for each expert.
     """
     counts = Collective(
-        "dispatch", "tp_ep", Operation.ALL_GATHER, 4 * experts.count * reach.members, "forward"
+        "dispatch", "tp_ep", Operation.ALL_GATHER, 8 * experts.count * reach.members, "forward"
     )
     return collective_cost(platform, reach, counts)
 
