@@ -210,5 +210,6 @@ def _scatter(axes: "Axes", title: str, points: Iterable[tuple[float, float, str]
     for confidence, colour in _CONFIDENCE.items():
         xs = [x for x, _, its in points if its == confidence]
         ys = [y for _, y, its in points if its == confidence]
-        axes.scatter(xs, ys, s=14, color=colour, label=f"{confidence} confidence")
+        if xs:
+            axes.scatter(xs, ys, s=14, color=colour, label=f"{confidence} confidence")
     axes.legend(loc="upper left", frameon=False)
