@@ -254,6 +254,7 @@ class TrainingSpec(StrictModel):
     moe_grouped_gemm: bool = False
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
+    moe_router_pre_softmax: bool = False
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
