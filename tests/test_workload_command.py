@@ -47,11 +47,11 @@ def started_by_bash(stand_ins: Path, script: str, *arguments: str) -> list[list[
 def started_by_us(script: str, *arguments: str) -> list[list[str]]:
     shell = Shell()
     shell.run_text(script, "script", arguments)
-    return [
-        [shell.variables.shown(word) for word in started.words]
+    commands = [
+        [shell.variables.shown(word) for word in started.words if word != "bash"]
         for started in shell.started
-        if started.words[0] in ("torchrun", "srun", "python", "mpiexec")
     ]
+    return [words for words in commands if words[0] in ("torchrun", "srun", "python", "mpiexec")]
 
 
 # --- commands ---
@@ -65,6 +65,8 @@ def started_by_us(script: str, *arguments: str) -> list[list[str]]:
         (f"torchrun --nproc_per_node=8 pretrain_gpt.py {MODEL}", 8),
         (f"torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py {MODEL}", 32),
         (f"torchrun --nproc-per-node gpu pretrain_gpt.py {MODEL}", None),
+        (f"torchrun --nproc-per-node 8 --nnodes 1:4 pretrain_gpt.py {MODEL}", None),
+        (f"srun -N 2 torchrun --nproc-per-node 8 --nnodes auto pretrain_gpt.py {MODEL}", 16),
         (f"python -m torch.distributed.run --nproc_per_node 4 pretrain_gpt.py {MODEL}", 4),
         (f"python -u pretrain_gpt.py {MODEL}", None),
         (f"torchrun --nproc-per-node 2 -m my.pretrain {MODEL}", 2),
@@ -213,7 +215,7 @@ SCRIPTS = {
     """,
     "pieces of values": """
         P=path/to/model.tar.gz
-        torchrun ${P##*/} ${P%%.*} ${P#*/} ${P%.*} ${P/to/from} ${P:0:4} ${P:5} ${#P}
+        torchrun ${P##*/} ${P%%.*} ${P#*/} ${P%.*} ${P/to/from} ${P:0:4} ${P:5} ${#P} ${P^^}
     """,
     "pipes and redirections": """
         LOG=log
@@ -227,6 +229,12 @@ SCRIPTS = {
         export C=$A$B D=4
         declare -i E=5
         torchrun $A $B $C $D $E
+    """,
+    "subshells": """
+        A=1; B=2
+        (A=3; torchrun $A $B)
+        echo x | A=4
+        torchrun $A ${B}
     """,
     "an early end": """
         torchrun first
@@ -378,6 +386,8 @@ def test_what_changes_nothing_may_stay_without_a_value():
         ("A=(1 2", "the command, line 1: not understood as a shell script"),
         ("echo nothing here", "no command with Megatron arguments"),
         ("f() { f; }; f", "scripts or functions call each other"),
+        ("while true; do while true; do A=1; done; done", "does not come to an end"),
+        ("A=x; while true; do A=$A$A; done", "a variable grows without end"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_with_its_place(script, message):
@@ -390,6 +400,8 @@ def test_what_cannot_be_read_is_one_line_with_its_place(script, message):
 def test_a_script_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(WorkloadError, match=r"cannot read missing\.sh: No such file"):
         read_command(["missing.sh"])
+    with pytest.raises(WorkloadError, match=r"cannot read missing\.sh: No such file"):
+        read_command(["A=1", "bash", "-x", "missing.sh", "--num-layers", "4"])
     (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(WorkloadError, match="not a text file"):
         read_command([str(tmp_path / "binary.sh")])

@@ -49,7 +49,9 @@ _OTHER_MODELS = ("bert", "t5", "mamba", "hybrid", "vlm", "vision", "ict", "retro
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Numbers of a launcher's options or of a batch job; None where nothing says them.
+    """Numbers of a launcher's options or of a batch job.
+
+    None is what nothing says, and 0 what is said by a word that is no number (`--nproc gpu`).
 
     Attributes:
         nodes: machines.
@@ -67,10 +69,10 @@ class Ranks:
     @property
     def world(self) -> int | None:
         """Ranks of the job, as far as they are known."""
-        if self.per_node:
-            return (self.nodes or 1) * self.per_node
-        if self.tasks:
-            return self.tasks
+        if self.per_node is not None:
+            return (1 if self.nodes is None else self.nodes) * self.per_node or None
+        if self.tasks is not None:
+            return self.tasks or None
         on_node = self.tasks_per_node or self.gpus_per_node
         return self.nodes * on_node if self.nodes and on_node else None
 
@@ -112,7 +114,7 @@ def launch_of(words: Sequence[str], known: Collection[str], ranks: Ranks | None 
         if PurePath(word).name in _LAUNCHERS:
             sizes = _LAUNCHERS[PurePath(word).name]
         elif found := _size(words, index, sizes):
-            ranks = replace(ranks, **found)
+            ranks = _with(ranks, *found)
         elif word.partition("=")[0] in known:
             return Launch(ranks, None, index)
     return Launch(ranks, None, len(words))
@@ -122,11 +124,17 @@ def ranks_of_options(words: Sequence[str]) -> Ranks:
     """Sizes among the options of a batch job (`#SBATCH --nodes=8`)."""
     ranks = Ranks()
     for index in range(len(words)):
-        ranks = replace(ranks, **_size(words, index, _SLURM))
+        if found := _size(words, index, _SLURM):
+            ranks = _with(ranks, *found)
     return ranks
 
 
-def _size(words: Sequence[str], index: int, sizes: Mapping[str, str]) -> dict[str, int]:
+def _with(ranks: Ranks, name: str, number: int) -> Ranks:
+    """A number beside those known; one without a value replaces none."""
+    return replace(ranks, **{name: number}) if number or getattr(ranks, name) is None else ranks
+
+
+def _size(words: Sequence[str], index: int, sizes: Mapping[str, str]) -> tuple[str, int] | None:
     """The size that a word, with the next one, holds: `--nodes=8`, `--nodes 8`, `-N 8` or `-N8`."""
     name, equals, value = words[index].partition("=")
     if not equals and name not in sizes and re.fullmatch(r"-[A-Za-z]\d+", name):
@@ -134,10 +142,10 @@ def _size(words: Sequence[str], index: int, sizes: Mapping[str, str]) -> dict[st
     elif not equals:
         value = words[index + 1] if index + 1 < len(words) else ""
     if name not in sizes:
-        return {}
+        return None
     # --gres=gpu:8, --gpus-per-node=h100:8
-    number = re.fullmatch(r"(?:[\w.-]+:)*(\d+)", value)
-    return {sizes[name]: int(number[1])} if number and int(number[1]) else {}
+    number = re.fullmatch(r"(?:[A-Za-z][\w.-]*:)*(\d+)", value)
+    return sizes[name], int(number[1]) if number else 0
 
 
 def _refuse_other_models(script: str) -> None:

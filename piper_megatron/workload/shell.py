@@ -6,7 +6,6 @@ what the branches leave different has no value. What the script and the caller d
 """
 
 import contextlib
-import copy
 import fnmatch
 import re
 import shlex
@@ -17,6 +16,15 @@ from typing import TYPE_CHECKING
 
 from piper_megatron.errors import WorkloadError
 from piper_megatron.workload.launcher import Ranks, ranks_of_options
+from piper_megatron.workload.shell_syntax import (
+    case_patterns,
+    clause_condition,
+    ends_its_line,
+    here_documents,
+    named,
+    parsed,
+    source,
+)
 from piper_megatron.workload.shell_words import Expander, Value, Variables, is_known
 
 if TYPE_CHECKING:
@@ -24,9 +32,12 @@ if TYPE_CHECKING:
 
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _SHELLS = ("bash", "sh", "zsh", "ksh", "dash", "sbatch")
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".batch")
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _DEEPEST = 20  # functions in functions, scripts in scripts
 _MOST_TURNS = 1000  # of a loop
+_MOST_STATEMENTS = 50_000
+_LONGEST_VALUE = 1_000_000  # characters
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class Shell:
         self._ranks = Ranks()
         self._before: tuple[str, ...] = ()  # words that start the shell itself
         self._depth = 0
+        self._statements_left = _MOST_STATEMENTS
         self._uncertain = 0
         self._folder = Path()
 
@@ -93,7 +105,7 @@ class Shell:
             variables.positional = list(arguments)
         self._batch_options(text)
         with self._deeper(), contextlib.suppress(_Exit):
-            self._statements(_parsed(text, variables))
+            self._statements(parsed(text, variables))
         variables.place, variables.positional, self._ranks = place, positional, ranks
 
     def run_words(self, words: Sequence[str], line: int = 1) -> None:
@@ -105,6 +117,9 @@ class Shell:
                 continue
             behind_shell = _is_behind_shell(words, index)
             script = self._script(word, behind_shell)
+            typed = self._depth == 0 and any(PurePath(w).name in _SHELLS for w in words[:index])
+            if typed and not script and PurePath(word).suffix in _SCRIPTS:
+                script = Path(word)  # and the error says that it is not there
             if script or (behind_shell and re.fullmatch("-[a-z]*c", word)):
                 before, self._before = self._before, (*self._before, *words[:index])
                 if script:
@@ -117,8 +132,8 @@ class Shell:
 
     def _script(self, word: str, behind_shell: bool) -> Path | None:
         """The shell script that a word starts."""
-        named = PurePath(word).suffix in (".sh", ".bash", ".sbatch", ".slurm", ".batch")
-        return self._found(word) if named or behind_shell else None
+        is_named_so = PurePath(word).suffix in _SCRIPTS
+        return self._found(word) if is_named_so or behind_shell else None
 
     def _found(self, name: str) -> Path | None:
         """A file beside the caller or beside the script."""
@@ -170,8 +185,18 @@ class Shell:
         return outcome
 
     def _statement(self, node: "Node") -> bool | None:
+        self._statements_left -= 1
+        if self._statements_left < 0:
+            raise WorkloadError(f"{self.variables.place}: does not come to an end")
         handler = _HANDLERS.get(node.type)
         return handler(self, node) if handler else None
+
+    def _isolated(self, node: "Node") -> bool | None:
+        """Statements whose assignments end with them."""
+        values = _copied(self.variables.values)
+        outcome = self._statements(node)
+        self.variables.values = values
+        return None if node.type == "pipeline" else outcome
 
     def _assignments(self, node: "Node") -> bool | None:
         for child in node.named_children:
@@ -181,7 +206,7 @@ class Shell:
 
     def _assign(self, node: "Node") -> bool | None:
         target, value_node = node.named_children[0], node.child_by_field_name("value")
-        name, values = _source(target), self.variables.values
+        name, values = source(target), self.variables.values
         value: Value = ""
         if value_node is not None and value_node.type == "array":
             value = [w for part in value_node.named_children for w in self._expander.fields(part)]
@@ -193,11 +218,16 @@ class Shell:
         before = values.get(name)
         if any(child.type == "+=" for child in node.children) and before is not None:
             value = _appended(before, value)
-        values[name] = value
+        values[name] = self._bounded(value)
         return True
 
+    def _bounded(self, value: Value) -> Value:
+        if sum(map(len, value)) > _LONGEST_VALUE:
+            raise WorkloadError(f"{self.variables.place}: a variable grows without end")
+        return value
+
     def _assign_element(self, target: "Node", value: Value) -> None:
-        name, index = _source(target.named_children[0]), _source(target.named_children[-1])
+        name, index = source(target.named_children[0]), source(target.named_children[-1])
         array = self.variables.values.setdefault(name, [])
         if isinstance(array, list) and index.isdigit() and int(index) <= len(array):
             array[int(index) : int(index) + 1] = [value] if isinstance(value, str) else value
@@ -206,28 +236,25 @@ class Shell:
             self.variables.values[name] = [self.variables.mark(text, "it is not understood")]
 
     def _declare(self, node: "Node") -> bool | None:
-        local = _source(node.children[0]) == "local" and self._locals
+        local = source(node.children[0]) == "local" and self._locals
         for child in node.named_children:
             if local and child.type in ("variable_assignment", "variable_name", "word"):
-                name = _source(child).partition("=")[0]
+                name = source(child).partition("=")[0]
                 self._locals[-1].setdefault(name, self.variables.values.get(name))
         return self._assignments(node)
 
     def _command(self, node: "Node") -> bool | None:
         name_node = node.child_by_field_name("name")
         prefix = [c for c in node.named_children if c.type == "variable_assignment"]
-        if name_node is None or (prefix and _ends_its_line(prefix[-1], name_node)):
+        if name_node is None or (prefix and ends_its_line(prefix[-1], name_node)):
             self._assignments(node)
-        if name_node is None:
-            return True
-        arguments = node.named_children[node.named_children.index(name_node) :]
-        words = [
-            word
-            for part in arguments
-            if part.type not in ("file_redirect", "heredoc_redirect", "herestring_redirect")
-            for word in self._expander.fields(part)
-        ]
+        words = self._words(node)
         return self._builtin(words, node.start_point.row + 1) if words else True
+
+    def _words(self, command: "Node") -> list[str]:
+        """Words of a command without assignments before it."""
+        parts = command.children_by_field_name("name") + command.children_by_field_name("argument")
+        return [word for part in parts for word in self._expander.fields(part)]
 
     def _builtin(self, words: list[str], line: int) -> bool | None:
         name, values = words[0], self.variables.values
@@ -283,7 +310,7 @@ class Shell:
         return None
 
     def _define(self, node: "Node") -> bool | None:
-        self._functions[_source(node.named_children[0])] = node
+        self._functions[source(node.named_children[0])] = node
         return True
 
     def _list(self, node: "Node") -> bool | None:
@@ -316,7 +343,7 @@ class Shell:
             if child not in conditions and child.type not in ("elif_clause", "else_clause")
         ]
         clauses = [c for c in node.named_children if c.type in ("elif_clause", "else_clause")]
-        self._choose([_named(conditions), *map(_clause_condition, clauses)], [body, *clauses])
+        self._choose([named(conditions), *map(clause_condition, clauses)], [body, *clauses])
         return None
 
     def _choose(self, conditions: list[list["Node"]], bodies: list) -> None:
@@ -344,12 +371,14 @@ class Shell:
         subject = self._expander.text(node.children_by_field_name("value")[0])
         items = [child for child in node.named_children if child.type == "case_item"]
         if not is_known(subject):
-            self._each([lambda i=i: self._branch(i, _patterns(i)) for i in items] + [lambda: None])
+            self._each(
+                [lambda i=i: self._branch(i, case_patterns(i)) for i in items] + [lambda: None]
+            )
             return None
         for item in items:
-            patterns = [self._expander.text(pattern) for pattern in _patterns(item)]
+            patterns = [self._expander.text(pattern) for pattern in case_patterns(item)]
             if any(fnmatch.fnmatchcase(subject, pattern) for pattern in patterns):
-                self._branch(item, _patterns(item))
+                self._branch(item, case_patterns(item))
                 break
         return None
 
@@ -363,7 +392,7 @@ class Shell:
         assert variable is not None
         assert body is not None
         for word in words[:_MOST_TURNS]:
-            self.variables.values[_source(variable)] = word
+            self.variables.values[source(variable)] = word
             self._statement(body)
         return None
 
@@ -387,37 +416,25 @@ class Shell:
 
     def _redirected(self, node: "Node") -> bool | None:
         """A command with redirections; a shell may be told what to do in a here-document."""
-        body = node.child_by_field_name("body")
-        if body is None:
-            return True
-        words = _source(body).split()
-        texts = [
-            text
-            for redirect in node.children_by_field_name("redirect")
-            for text in redirect.named_children
-            if text.type == "heredoc_body"
-        ]
-        if texts and PurePath(words[0]).name in _SHELLS:
-            before, self._before = self._before, (*self._before, *words[1:])
+        body, texts = node.child_by_field_name("body"), here_documents(node)
+        words = self._words(body) if texts and body and body.type == "command" else []
+        if words and PurePath(words[0]).name in _SHELLS:
+            before, self._before = self._before, (*self._before, *words)
             for text in texts:
                 self.run_text(self._expander.here_document(text), self.variables.place)
             self._before = before
             return None
-        return self._statement(body)
-
-    def _pipeline(self, node: "Node") -> bool | None:
-        self._statements(node)
-        return None
+        return self._statement(body) if body is not None else True
 
     # --- branches of which only the running script knows which one is taken ---
 
     def _each(self, branches: Sequence[Callable[[], object]]) -> None:
         variables = self.variables
-        before = copy.deepcopy(variables.values)
+        before = variables.values
         ends: list[dict[str, Value]] = []
         self._uncertain += 1
         for branch in branches:
-            variables.values = copy.deepcopy(before)
+            variables.values = _copied(before)
             branch()
             ends.append(variables.values)
         self._uncertain -= 1
@@ -446,8 +463,8 @@ class Shell:
 _HANDLERS: dict[str, Callable[[Shell, "Node"], bool | None]] = {
     "program": Shell._statements,
     "do_group": Shell._statements,
-    "subshell": Shell._statements,
-    "pipeline": Shell._pipeline,
+    "subshell": Shell._isolated,
+    "pipeline": Shell._isolated,
     "compound_statement": Shell._compound,
     "variable_assignment": Shell._assign,
     "variable_assignments": Shell._assignments,
@@ -466,55 +483,8 @@ _HANDLERS: dict[str, Callable[[Shell, "Node"], bool | None]] = {
 }
 
 
-def _parsed(text: str, variables: Variables) -> "Node":
-    # half of the time of a command without a script would go into this import
-    import tree_sitter_bash
-    from tree_sitter import Language, Parser
-
-    text = re.sub(r"\\\s*\Z", "\n", text)  # a last line that would go on
-    tree = Parser(Language(tree_sitter_bash.language())).parse(text.encode())
-    if tree.root_node.has_error:
-        wrong = _first_error(tree.root_node)
-        line, shown = wrong.start_point.row + 1, variables.shown(_source(wrong)).split("\n")[0]
-        raise WorkloadError(
-            f"{variables.place}, line {line}: not understood as a shell script near '{shown[:60]}'"
-        )
-    return tree.root_node
-
-
-def _first_error(node: "Node") -> "Node":
-    while not (node.is_error or node.is_missing):
-        node = next(child for child in node.children if child.has_error or child.is_missing)
-    return node
-
-
-def _source(node: "Node") -> str:
-    return (node.text or b"").decode(errors="replace")
-
-
-def _ends_its_line(assignment: "Node", name: "Node") -> bool:
-    """Whether an assignment is a statement that the parser took for a part of the next command."""
-    command = assignment.parent
-    assert command is not None
-    start = command.start_byte
-    between = (command.text or b"")[assignment.end_byte - start : name.start_byte - start]
-    return b"\n" in between.replace(b"\\\n", b"")
-
-
-def _named(nodes: list["Node"]) -> list["Node"]:
-    return [node for node in nodes if node.is_named]
-
-
-def _clause_condition(clause: "Node") -> list["Node"]:
-    """What stands between `elif` and `then`; nothing for `else`."""
-    if clause.type == "else_clause":
-        return []
-    then = next(index for index, child in enumerate(clause.children) if child.type == "then")
-    return _named(clause.children[1:then])
-
-
-def _patterns(item: "Node") -> list["Node"]:
-    return _named(item.children_by_field_name("value"))
+def _copied(values: dict[str, Value]) -> dict[str, Value]:
+    return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def _appended(before: Value, value: Value) -> Value:

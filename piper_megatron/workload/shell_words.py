@@ -244,6 +244,8 @@ class Expander:
             return value.replace(old, new, 1 if operator == "/" else -1)
         if operator == ":" and (part := re.fullmatch(r" *(-?\d+)(?::(\d+))?", operand)):
             return value[int(part[1]) :][: int(part[2]) if part[2] else None]
+        if operator + operand in (",,", "^^"):
+            return value.lower() if operator == "," else value.upper()
         return self._mark(node, "it is not understood")
 
     def _mark(self, node: "Node", why: str) -> str:
