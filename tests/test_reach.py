@@ -103,6 +103,17 @@ def test_the_group_that_reaches_furthest_is_found_where_sizes_do_not_divide(job,
             assert exact == found
 
 
+@pytest.mark.parametrize(
+    ("world", "ep", "racks"), [(72, 72, 1), (64, 32, 1), (256, 64, 1), (256, 32, 1), (288, 72, 2)]
+)
+def test_jobs_on_several_racks_take_segments_of_them(world, ep, racks):
+    platform = load_platform("gb200-nvl72")
+    layout = ParallelLayout(world=world, tp=1, cp=1, pp=1, ep=ep, etp=1)
+    reach = members_at_levels(platform, sizes_of(layout), "ep")
+    names = [level.name for level in platform.levels]
+    assert int(reach.domains[names.index("rack")]) == racks
+
+
 def piper_order(layout: ParallelLayout, cell: int) -> np.ndarray:
     """The device of every logical rank when replicas of cells are packed side by side."""
     logical = np.arange(layout.world).reshape(layout.pp, -1, cell)

@@ -31,6 +31,8 @@ class NetworkLevel(StrictModel):
             that they meet at this level.
         ranks: ranks in one domain; levels inside a node have it.
         nodes: nodes in one full domain; levels between the node and the outermost may have it.
+        segment: nodes that a job on several domains takes of each (Slurm's `--segment`), where that
+            is not all of them: so many that its groups are not cut.
         transfer: latencies and message-size curve; assumed where a file does not give them.
         evidence: of `gbps`.
         source: where the numbers come from, or how they follow from what is published.
@@ -40,6 +42,7 @@ class NetworkLevel(StrictModel):
     gbps: PositiveFloat
     ranks: PositiveInt | None = None
     nodes: PositiveInt | None = None
+    segment: PositiveInt | None = None
     transfer: Transfer | None = None
     evidence: Evidence
     source: Text
@@ -163,6 +166,11 @@ class Platform(StrictModel):
     def _consistent(self) -> "Platform":
         Topology(self.name, self.network(), ())  # names, sizes inside the node
         for level in self.levels:
+            if level.segment and level.segment > (level.nodes or 0):
+                raise ValueError(
+                    f"level {level.name}: segment {level.segment} is more than its nodes, "
+                    f"{level.nodes}"
+                )
             if self.ranks_per_node % (level.ranks or 1):
                 raise ValueError(
                     f"level {level.name}: {level.ranks} ranks do not divide the "

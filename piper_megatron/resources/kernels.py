@@ -66,7 +66,7 @@ def elementwise(
     forward_bytes: Number,
     backward_bytes: Number,
     *,
-    kernels: float = 1,
+    kernels: Number = 1,
     efficiency: float | None = None,
 ) -> Work:
     """Kernels that are bound by device memory.

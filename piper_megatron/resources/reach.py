@@ -57,7 +57,7 @@ class Reach:
 
 
 def domain_sizes(platform: Platform) -> tuple[int | None, ...]:
-    """Ranks in a full domain of each level; None where it holds the whole job.
+    """Ranks that a job has in each domain of a level; None where it holds the whole job.
 
     A level between the node and the outermost whose size is not known is taken as large as the
     level inside it, so that nothing is assumed to be near.
@@ -71,7 +71,8 @@ def domain_sizes(platform: Platform) -> tuple[int | None, ...]:
         elif i == platform.node_level:
             sizes.append(platform.ranks_per_node)
         else:
-            sizes.append((level.nodes * platform.ranks_per_node) if level.nodes else sizes[-1])
+            nodes = level.segment or level.nodes
+            sizes.append(nodes * platform.ranks_per_node if nodes else sizes[-1])
     return tuple(sizes)
 
 
@@ -128,11 +129,15 @@ class _Comb:
 def _reach(platform: Platform, sizes: Sizes, combs: Sequence[_Comb]) -> Reach:
     members = _members(combs)
     domains = []
-    for size in domain_sizes(platform):
+    for level, size in zip(platform.levels, domain_sizes(platform), strict=True):
         touched: Number = np.ones_like(members)
         if size is not None:
             for comb in combs:
                 touched = touched * comb.domains(size, sizes.world)
+        if level.segment and level.nodes:
+            # a job that one full domain can hold is not cut into segments
+            alone = np.less_equal(sizes.world, level.nodes * platform.ranks_per_node)
+            touched = np.where(alone, 1, touched)
         domains.append(np.minimum(touched, members))
     return Reach(members, tuple(domains))
 

@@ -10,6 +10,9 @@ from piper_megatron.resources.compute.setting import Operation, Setting
 from piper_megatron.resources.kernels import Work, elementwise, linear
 
 _MOE = frozenset({"moe"})
+# bytes for each element of the output to which experts' biases are added, scaled by probabilities
+# and so in fp32 (experts.py:TEGroupedMLP._apply_bias): product, sum, concatenation, conversion
+_SCALED_BIAS_BYTES = (28, 36)
 _UNFUSED_PERMUTE = 0.4  # rate of index_select and scatter_add over that of a fused permutation
 
 
@@ -22,6 +25,7 @@ def expert_operations(setting: Setting, *, imbalance: float) -> list[Operation]:
     """
     rows = _routed_rows(setting, imbalance)
     products, activation = _experts(setting, rows)
+    products += _padding(setting, rows)
     operations = [
         Operation("router", _router(setting), _MOE),
         Operation("permute", _permute(setting, rows), _MOE),
@@ -93,6 +97,20 @@ def _permute(setting: Setting, rows: Number) -> Work:
     )
 
 
+def _padding(setting: Setting, rows: Number) -> Work:
+    """Copies that align the rows of each expert for 8-bit products, and take the padding out.
+
+    The router or HybridEP may have aligned them (moe_utils.py:skip_routed_expert_padding).
+    """
+    training, width = setting.training, setting.experts.latent or setting.model.hidden
+    aligned = training.moe_router_padding_for_quantization or (
+        training.dispatcher == "flex" and training.flex_backend in ("hybridep", "ncclep")
+    )
+    if aligned or not training.moe_grouped_gemm or setting.precision not in ("fp8", "fp4"):
+        return Work()
+    return setting.pointwise(4 * rows * width, 4 * rows * width, kernels=2)
+
+
 def _experts(setting: Setting, rows: Number) -> tuple[Work, Work]:
     """Products and nonlinearity of the routed experts, and the projections of latent ones."""
     experts, sizes = setting.experts, setting.sizes
@@ -105,6 +123,9 @@ def _experts(setting: Setting, rows: Number) -> tuple[Work, Work]:
         return setting.linear(inputs, outputs, rows=rows, groups=local, grouped=grouped)
 
     products = matrix(hidden, matrices * width) + matrix(width, hidden)
+    if setting.model.linear_bias and grouped:
+        forward, backward = (moved * rows * hidden for moved in _SCALED_BIAS_BYTES)
+        products += elementwise(setting.accelerator, forward, backward, kernels=4 * local)
     activation = setting.activation(rows * width)
     if not grouped:
         waits = (local - 1) * setting.accelerator.kernels.kernel_s
