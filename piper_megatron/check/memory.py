@@ -108,21 +108,30 @@ def _shares(stage: StageMemory) -> str:
 def _fix(command: Command, legal: Legal, worst: StageMemory) -> str:
     parts = []
     whole = _try(command, legal, full_recomputation())
-    if whole is None or not whole.fits:
+    only_states = whole is None or not whole.fits
+    if only_states:
         states = worst.weights_gib + worst.gradients_gib + worst.optimizer_gib
         parts.append(
             "no change of recomputation helps: weights, gradients and optimizer states alone are "
-            f"{states:.1f} GiB; {_more_gpus(command, legal)}"
+            f"{states:.1f} GiB"
         )
+    fitting = _fitting(command, legal)
+    here = [trial for trial in fitting if trial.gpus == command.gpus]
+    if here:
+        parts.append("cheapest first: " + " | ".join(t.told(command) for t in fitting[:SHOWN]))
+    if only_states or not here:
+        more = _more_gpus(command, legal)
+        parts.append(f"or more GPUs: {more}" if here else f"more GPUs are needed: {more}")
+    return "; ".join(parts)
+
+
+def _fitting(command: Command, legal: Legal) -> list[Trial]:
+    """Changes, and pairs of them where few do alone, with which the job fits, cheapest first."""
     trials = _tried(command, legal, changes(command))
     fitting = [trial for trial in trials if trial.fits]
     if len(fitting) < SHOWN:
-        fitting += [t for t in _tried(command, legal, _pairs(trials)) if t.fits]
-    fitting.sort(key=lambda trial: trial.gpu_s)
-    if fitting:
-        named = " | ".join(trial.told(command) for trial in fitting[:SHOWN])
-        parts.append(f"cheapest first: {named}")
-    return "; ".join(parts)
+        fitting += [trial for trial in _tried(command, legal, _pairs(trials)) if trial.fits]
+    return sorted(fitting, key=lambda trial: trial.gpu_s)
 
 
 def _tried(command: Command, legal: Legal, some: Iterable[Change]) -> list[Trial]:
@@ -168,9 +177,9 @@ def _more_gpus(command: Command, legal: Legal) -> str:
         fitting = [trial for trial in _tried(command, legal, some) if trial.fits]
         if fitting:
             best = min(fitting, key=lambda trial: trial.gpu_s)
-            return f"{command.gpus * factor} GPUs are the minimum, {best.told(command)}"
+            return f"{command.gpus * factor} are the minimum with these sizes: {best.told(command)}"
         factor += 1 if factor < 4 else factor // 2
-    return f"even {command.gpus * MOST_GPUS} GPUs are too few with these sizes"
+    return f"even {command.gpus * MOST_GPUS} are too few with these sizes"
 
 
 def _finding(id: str, severity: str, message: str, fix: str) -> Finding:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from piper_megatron.check.command import Command
 from piper_megatron.check.rule import Problem, rule
+from piper_megatron.workload.flags import spelling_of
 
 Condition = Callable[[Command], bool]
 # destinations, the flag that gives them effect, and whether that is there
@@ -77,12 +78,6 @@ _OF_EXPERTS = (
 )
 
 
-def _flag(destination: str) -> str:
-    from piper_megatron.workload.flags import spelling_of
-
-    return spelling_of(destination)
-
-
 @rule(
     "ignored.backend",
     source="NVIDIA-NeMo/Megatron-Bridge documentation; transformer_config.py:1589",
@@ -99,7 +94,7 @@ def flex_backends_need_the_flex_dispatcher(c: Command) -> Problem | None:
         "moe_hybridep_num_sms",
         "moe_expert_rank_capacity_factor",
     )
-    given = [_flag(name) for name in names if name in c.given]
+    given = [spelling_of(name) for name in names if name in c.given]
     if not given:
         return None
     return Problem(
@@ -119,7 +114,7 @@ def settings_have_what_gives_them_effect(c: Command) -> Problem | None:
     found = {
         need: flags
         for destinations, need, met in _NEEDS
-        if not met(c) and (flags := [_flag(name) for name in destinations if name in c.given])
+        if not met(c) and (flags := [spelling_of(name) for name in destinations if name in c.given])
     }
     if not found:
         return None
@@ -140,7 +135,7 @@ def settings_of_experts_need_experts(c: Command) -> Problem | None:
     """Settings of experts in a dense model."""
     if c.experts is not None or c.hybrid_pattern is not None:
         return None
-    given = [_flag(name) for name in _OF_EXPERTS if name in c.given]
+    given = [spelling_of(name) for name in _OF_EXPERTS if name in c.given]
     if not given:
         return None
     return Problem(

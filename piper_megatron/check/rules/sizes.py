@@ -1,6 +1,6 @@
 """Parallel sizes against the number of GPUs, and the process groups that they make."""
 
-from math import prod
+from math import lcm, prod
 
 from piper_megatron.check.command import Command
 from piper_megatron.check.near import divisors, nearest, next_multiple
@@ -22,8 +22,6 @@ def gpus_hold_whole_copies_of_the_dense_weights(c: Command) -> Problem | None:
 
 def _gpu_counts(c: Command) -> str:
     """The GPU counts around the wanted one that both grids divide."""
-    from math import lcm
-
     grid = lcm(c.dense_grid, c.expert_grid)
     above = next_multiple(c.gpus, grid)
     below = above - grid
