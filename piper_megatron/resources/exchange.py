@@ -1,7 +1,7 @@
 """Exchanges with their price and with what Megatron computes meanwhile."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from piper_megatron.layout.collectives import Collective, Phase
@@ -106,10 +106,13 @@ class Pricing:
     platform: Platform
     sizes: Sizes
     order: Order
+    _reaches: dict[str, Reach] = field(default_factory=dict, init=False, repr=False)
 
     def reach(self, kind: str) -> Reach:
         """How the groups of a kind spread."""
-        return members_at_levels(self.platform, self.sizes, kind, self.order)
+        if kind not in self._reaches:
+            self._reaches[kind] = members_at_levels(self.platform, self.sizes, kind, self.order)
+        return self._reaches[kind]
 
     def collective(self, collective: Collective, training: TrainingSpec) -> Priced:
         """The cost of a collective, and what Megatron computes meanwhile."""
