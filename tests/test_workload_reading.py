@@ -288,7 +288,13 @@ def test_every_other_setting_has_the_name_of_its_argument():
         ),
         ("--num-experts 4 --moe-layer-freq [2]*4", "--moe-layer-freq is a pattern of 0 and 1"),
         ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq must be at least 1, got 0"),
-        ("--num-experts 4 --moe-expert-capacity-factor 0", "capacity_factor"),
+        ("--num-experts 4 --moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0"),
+        ("--num-experts -4", "--num-experts is negative: -4"),
+        (
+            "--optimizer-offload-fraction 1.5",
+            "--optimizer-offload-fraction: Input should be less than or equal to 1, got 1.5",
+        ),
+        ("--num-experts 4 --moe-expert-rank-capacity-factor 0", "--moe-expert-rank-capacity-f"),
         ("--num-experts 4 --moe-ffn-hidden-size -1", "--moe-ffn-hidden-size must be at least 1"),
     ],
 )

@@ -35,12 +35,25 @@ _POSITIVE = (
     "expert_tensor_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_vp_stage",
     "moe_ffn_hidden_size",
+    "moe_latent_size",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
     "moe_router_topk",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "num_distributed_optimizer_instances",
+    "ddp_bucket_size",
+    "ddp_num_buckets",
     "vocab_size",
     "padded_vocab_size",
     "make_vocab_size_divisible_by",
 )
+_NOT_NEGATIVE = ("num_experts", "mtp_num_layers", "moe_shared_expert_intermediate_size")
 # destination -> what a command with it trains; none of these is a GPT as the model knows it
 _OTHER_MODELS = {
     "hybrid_layer_pattern": "a hybrid model of Mamba and attention layers",
@@ -122,6 +135,11 @@ def _check_sizes(v: argparse.Namespace) -> None:
         size = getattr(v, dest)
         if size is not None and size < 1:
             raise WorkloadError(f"{flags.spelling_of(dest)} must be at least 1, got {size}")
+    for dest in _NOT_NEGATIVE:
+        if (getattr(v, dest) or 0) < 0:
+            raise WorkloadError(f"{flags.spelling_of(dest)} is negative: {getattr(v, dest)}")
+    if v.moe_expert_capacity_factor == 0:
+        raise WorkloadError("--moe-expert-capacity-factor 0 drops every token; give more")
 
 
 def _parallel_sizes(v: argparse.Namespace, world: int) -> None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from piper_megatron.errors import WorkloadError
 from piper_megatron.strict import StrictModel, first_problem
 from piper_megatron.workload.effective import effective
+from piper_megatron.workload.flags import spelling_of
 from piper_megatron.workload.spec import (
     Attention,
     BatchSpec,
@@ -227,4 +228,5 @@ def _built[Model: StrictModel](model: type[Model], **fields: Any) -> Model:
     try:
         return model(**fields)
     except ValidationError as error:
-        raise WorkloadError(f"{model.__name__} {first_problem(error)}") from None
+        field = str(error.errors()[0]["loc"][0])
+        raise WorkloadError(first_problem(error).replace(field, spelling_of(field), 1)) from None
