@@ -3,7 +3,8 @@
 Sources. Megatron-Core 0.19.2: tensor_parallel/layers.py and mappings.py
 (`get_global_memory_buffer`, `get_dummy_wgrad`), transformer/dot_product_attention.py. Transformer
 Engine 2.20: pytorch/module/base.py (`get_dummy_wgrad`), pytorch/cpp_extensions/gemm.py
-(`get_cublas_workspace`).
+(`get_cublas_workspace`). torch: aten/src/ATen/cuda/CublasHandlePool.cpp
+(`getCUDABlasLtWorkspace`, `getChosenWorkspaceSize`).
 """
 
 from collections.abc import Collection
@@ -16,8 +17,9 @@ from piper_megatron.resources.activations.layer import setup_of
 from piper_megatron.resources.activations.setup import Setup
 from piper_megatron.workload.spec import ModelSpec, TrainingSpec
 
-# of one matrix product on GPUs since Hopper; on older ones 4 MiB
+# on GPUs since Hopper; older ones take 4 and 8 MiB
 _WORKSPACE_BYTES = 32 * 2**20
+_TORCH_WORKSPACES = 2  # one for each thread with a cuBLAS handle: forward and backward
 _GROUPED_STREAMS = 4  # tex.get_num_cublas_streams
 
 Shape = tuple[Number, Number]
@@ -154,9 +156,11 @@ def _gather_buffer(setup: Setup, layers: bool, head: bool) -> Number:
 
 
 def _workspaces(setup: Setup) -> int:
-    """CuBLAS scratch of torch, of Transformer Engine and of its grouped products."""
-    if not setup.te:
-        return _WORKSPACE_BYTES
-    grouped = setup.model.experts is not None and setup.training.moe_grouped_gemm
+    """cuBLAS scratch of torch, of Transformer Engine and of its grouped products.
+
+    Megatron's router uses Transformer Engine's where that is installed, whatever the layers are.
+    """
     own = 3 if setup.training.tp_comm_overlap else 1
-    return _WORKSPACE_BYTES * (1 + own + (_GROUPED_STREAMS if grouped else 0))
+    grouped = setup.te and setup.model.experts is not None and setup.training.moe_grouped_gemm
+    streams = _GROUPED_STREAMS if grouped else 0
+    return _WORKSPACE_BYTES * (_TORCH_WORKSPACES + own + streams)

@@ -6,7 +6,7 @@ fp8_utils.py (`get_fp8_context`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from piper_megatron.layout.job import Job
 from piper_megatron.layout.pipeline import Chunk
@@ -21,6 +21,7 @@ from piper_megatron.resources.activations.layer import (
     layer_activations,
     layers_activations,
 )
+from piper_megatron.workload.spec import TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -100,56 +101,72 @@ def chunk_activations(
 
 def _layers(job: Job, chunk: Chunk, imbalance: float, cpu: bool) -> list[tuple[str, Activations]]:
     """Decoder layers one by one, or in the groups that full recomputation makes of them."""
-    model, training, sizes = job.model, job.training, job.sizes
-    full = training.recompute_granularity == "full"
-    size = training.recompute_num_layers or 1
-    if full and training.recompute_method == "uniform" and size > 1:
+    given = job.model, job.training, job.sizes
+    if _recomputes_groups(job.training):
+        size = job.training.recompute_num_layers or 1
         groups = [chunk.layers[at : at + size] for at in range(0, len(chunk.layers), size)]
+        kinds = [[job.model.moe_layers[layer] for layer in group] for group in groups]
         return [
             (
                 f"layers {group[0]}-{group[-1]}",
-                layers_activations(
-                    model,
-                    training,
-                    sizes,
-                    moe=[model.moe_layers[layer] for layer in group],
-                    imbalance=imbalance,
-                    cpu=cpu,
-                ),
+                layers_activations(*given, moe=kind, imbalance=imbalance, cpu=cpu),
             )
-            for group in groups
+            for group, kind in zip(groups, kinds, strict=True)
         ]
-    known: dict[tuple[bool, ...], Activations] = {}
+    known: dict[_LayerSettings, Activations] = {}
     pieces = []
     for place, layer in enumerate(chunk.layers):
-        checkpointed = full and (
-            training.recompute_method == "uniform" or place < (training.recompute_num_layers or 0)
-        )
-        stays = chunk.loss and layer == chunk.layers[-1]
-        kind = (
-            model.moe_layers[layer],
-            checkpointed,
-            not stays,
-            not (training.first_last_layers_bf16 and layer in (0, model.layers - 1)),
-        )
-        if kind not in known:
-            moe, _, offloading, low_precision = kind
-            known[kind] = layer_activations(
-                model,
-                training,
-                sizes,
-                moe=moe,
-                imbalance=imbalance,
-                cpu=cpu,
-                checkpointed=checkpointed,
-                offloading=offloading,
-                low_precision=low_precision,
+        settings = _layer_settings(job, chunk, place)
+        if settings not in known:
+            known[settings] = layer_activations(
+                *given, **asdict(settings), imbalance=imbalance, cpu=cpu
             )
-        piece = known[kind]
-        if place < training.cpu_offloading_num_layers:
+        piece = known[settings]
+        if place < job.training.cpu_offloading_num_layers:
             piece = _on_the_host(piece)
         pieces.append((f"layers {layer}", piece))
     return pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayerSettings:
+    """By what the layers of one model differ; see `layer_activations`."""
+
+    moe: bool
+    checkpointed: bool
+    offloading: bool
+    low_precision: bool
+
+
+def _layer_settings(job: Job, chunk: Chunk, place: int) -> _LayerSettings:
+    model, training = job.model, job.training
+    layer = chunk.layers[place]
+    last = model.layers - 1
+    among_first = training.recompute_method == "uniform" or place < (
+        training.recompute_num_layers or 0
+    )
+    return _LayerSettings(
+        moe=model.moe_layers[layer],
+        checkpointed=training.recompute_granularity == "full" and among_first,
+        # what backward needs at once stays on the device
+        offloading=not (layer == last and not model.mtp_layers and _turns_around(job, chunk)),
+        low_precision=not (training.first_last_layers_bf16 and layer in (0, last)),
+    )
+
+
+def _recomputes_groups(training: TrainingSpec) -> bool:
+    return (
+        training.recompute_granularity == "full"
+        and training.recompute_method == "uniform"
+        and (training.recompute_num_layers or 1) > 1
+    )
+
+
+def _turns_around(job: Job, chunk: Chunk) -> bool:
+    """Whether forward becomes backward on the rank that holds the chunk."""
+    return any(
+        chunk in stage and any(other.loss for other in stage) for stage in job.pipeline.stages
+    )
 
 
 def _on_the_host(piece: Activations) -> Activations:

@@ -218,7 +218,15 @@ def _softmax(tape: Tape, setup: Setup, heads: Heads, scores: Tensor, pairs: Numb
         forward_extra=in_fp32.bytes,  # the scores in fp32
         backward_extra=widened,
     )
-    tape.add(PART, [in_fp32], [probabilities], [] if _always(wide) else [probabilities])
+    direct = np.where(wide, 0, scores.bytes)  # read, and its gradient written, in the same kernel
+    tape.add(
+        PART,
+        [in_fp32],
+        [probabilities],
+        [] if _always(wide) else [probabilities],
+        forward_extra=direct,
+        backward_extra=direct,
+    )
     return probabilities
 
 
