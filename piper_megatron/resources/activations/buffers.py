@@ -156,7 +156,7 @@ def _gather_buffer(setup: Setup, layers: bool, head: bool) -> Number:
 
 
 def _workspaces(setup: Setup) -> int:
-    """cuBLAS scratch of torch, of Transformer Engine and of its grouped products.
+    """Scratch of cuBLAS: of torch, of Transformer Engine and of its grouped products.
 
     Megatron's router uses Transformer Engine's where that is installed, whatever the layers are.
     """
