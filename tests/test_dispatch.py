@@ -199,11 +199,10 @@ def test_acceptance_15_halo_wins_below_its_crossover(nodes, crossover_mb):
     remote = nodes - 1
     crossover = 50e9 * (10e-6 - 5e-6 / remote)
     assert crossover == pytest.approx(crossover_mb * 1e6, abs=0.006e6)
-    if nodes > 2:  # at two nodes the first phase is as long as the second
-        halo, flat = halo_and_flat(nodes, 0.98 * crossover)
-        assert halo < flat
-        halo, flat = halo_and_flat(nodes, 1.02 * crossover)
-        assert halo > flat
+    halo, flat = halo_and_flat(nodes, 0.98 * crossover)
+    assert halo < flat
+    halo, flat = halo_and_flat(nodes, 1.02 * crossover)
+    assert halo > flat
     halo, flat = halo_and_flat(nodes, 1e9)
     assert 1 < halo / flat <= 1.22 + 1e-3
 
