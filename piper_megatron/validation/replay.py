@@ -15,8 +15,9 @@ from piper_megatron.validation.runs import Run
 from piper_megatron.validation.stack_factors import TimedRun
 from piper_megatron.workload.arguments import read_arguments
 
-# load of the busiest expert-parallel rank over the mean, where the router was left alone
-NATURAL_IMBALANCE = 1.0
+# load of a busy expert-parallel rank over the mean, where the router was left alone: one value for
+# all such runs, of the size that peaks of Megatron-LM's own test runs show
+NATURAL_IMBALANCE = 1.15
 
 
 @dataclass(frozen=True)
