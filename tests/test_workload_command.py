@@ -98,6 +98,13 @@ def test_a_command_inside_a_shell_keeps_what_starts_the_shell():
     assert found.gpus == 8
 
 
+def test_piper_flags_begin_arguments_like_megatrons():
+    assert read_command(["launcher", "--piper-grid", "2x4", *MODEL.split()]).arguments == (
+        *("--piper-grid", "2x4"),
+        *MODEL.split(),
+    )
+
+
 @pytest.mark.parametrize("script", ["pretrain_bert.py", "pretrain_t5.py", "x/pretrain_mamba.py"])
 def test_scripts_that_train_no_gpt_are_refused(script):
     with pytest.raises(WorkloadError, match=f"{script} trains no GPT"):
@@ -330,6 +337,18 @@ def test_sourced_files_are_found_beside_the_script(tmp_path):
     assert read_command([str(tmp_path / "run.sh")]).arguments == ("--num-layers", "12")
 
 
+def test_arguments_behind_a_path_are_added_where_the_script_drops_them(tmp_path):
+    script = tmp_path / "run.sh"
+    behind = ("--num-layers", "8", "--swiglu")
+    for passes_on in ("", ' "$@"'):
+        script.write_text(f"torchrun p.py {MODEL}{passes_on}\n")
+        assert read_command([str(script), *behind]).arguments == (*MODEL.split(), *behind)
+    assert read_command([str(script), "--layers", "8"]).arguments[-2:] == ("--layers", "8")
+    script.write_text(f"torchrun p.py {MODEL} --moe-router-topk $2\n")
+    assert read_command([str(script), "--topk", "8"]).arguments[-1] == "8"
+    assert read_command(["bash", str(script), "--seed", "8"]).arguments[-1] == "8"
+
+
 def test_variables_before_the_command_are_the_scripts(tmp_path):
     (tmp_path / "run.sh").write_text("torchrun p.py --num-layers ${LAYERS:-4} $1\n")
     command = ["LAYERS=12", "bash", str(tmp_path / "run.sh"), "--swiglu"]
@@ -375,6 +394,7 @@ def test_what_changes_nothing_may_stay_without_a_value():
             "torchrun p.py --num-layers 4 --pipeline-model-parallel-layout $LAYOUT",
             "$LAYOUT behind --pipeline-model-parallel-layout has no value",
         ),
+        (f"torchrun p.py {MODEL} --piper-grid $GRID", "$GRID behind --piper-grid has no value"),
         (
             "if [ -f x ]; then N=4; fi\ntorchrun p.py --num-layers $N",
             "what it is depends on the machine",

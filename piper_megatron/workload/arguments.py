@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper_megatron.workload import flags
-from piper_megatron.workload.command import read_command
-from piper_megatron.workload.piper_flags import PIPER_FLAGS, apply_grid
+from piper_megatron.workload.command import PIPER_OPTIONS, read_command
+from piper_megatron.workload.piper_flags import apply_grid
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ def read_arguments(tokens: Sequence[str], *, version: str = flags.NEWEST) -> Arg
     """Reads a command; nothing of it is executed.
 
     Args:
-        tokens: Megatron's arguments, a whole command (`torchrun`, `srun`, `python`, ...), or one
-            path or text of a shell script.
+        tokens: Megatron's arguments; a whole command (`torchrun`, `srun`, `python`, ...); the path
+            of a shell script, with arguments behind it that win over the script's; or the text of
+            a script.
         version: of Megatron-Core, whose options are known.
 
     Raises:
@@ -39,12 +40,6 @@ def read_arguments(tokens: Sequence[str], *, version: str = flags.NEWEST) -> Arg
         LayoutError: `--piper-grid` is malformed or contradicts a size beside it.
     """
     command = read_command(tokens, version)
-    values, given, unknown = flags.parse(command.arguments, version, _PIPER_OPTIONS)
+    values, given, unknown = flags.parse(command.arguments, version, PIPER_OPTIONS)
     apply_grid(values, lambda flag: flag[2:].replace("-", "_") in given)
     return Arguments(values, given, unknown, command.gpus)
-
-
-_PIPER_OPTIONS = tuple(
-    flags.Option(options=(flag,), dest=flag[2:].replace("-", "_"), kind="store")
-    for flag, _, _ in PIPER_FLAGS
-)

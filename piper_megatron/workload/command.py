@@ -3,17 +3,22 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piper_megatron.errors import WorkloadError
 from piper_megatron.workload import flags
-from piper_megatron.workload.launcher import launch_of
+from piper_megatron.workload.launcher import SCRIPT_SUFFIXES, launch_of
+from piper_megatron.workload.piper_flags import PIPER_FLAGS
 
 if TYPE_CHECKING:
     from piper_megatron.workload.shell import Shell, Started
 
+PIPER_OPTIONS = tuple(
+    flags.Option(options=(flag,), dest=flag[2:].replace("-", "_"), kind="store")
+    for flag, _, _ in PIPER_FLAGS
+)
 # options whose text changes what is trained; a text elsewhere may stay without a value
 _TEXTS_THAT_COUNT = {
     "cp_comm_type",
@@ -22,6 +27,7 @@ _TEXTS_THAT_COUNT = {
     "hybrid_override_pattern",
     "offload_modules",
     "pipeline_model_parallel_layout",
+    "piper_grid",
     "recompute_modules",
     "spec",
     "yaml_cfg",
@@ -49,7 +55,8 @@ def read_command(tokens: Sequence[str], version: str = flags.NEWEST) -> Command:
     """Finds Megatron's arguments.
 
     Args:
-        tokens: Megatron's arguments, a whole command, or one path or text of a shell script.
+        tokens: Megatron's arguments; a whole command; the path of a shell script, with arguments
+            of Megatron behind it that win over the script's; or the text of a script.
         version: of Megatron-Core, whose options are known.
 
     Raises:
@@ -67,7 +74,25 @@ def read_command(tokens: Sequence[str], version: str = flags.NEWEST) -> Command:
         shell.run_text(words[0], "the command")
     else:
         shell.run_file(Path(words[0]))
-    return _training_command(shell, flags.options(version))
+    known = flags.options(version) | {option.options[0]: option for option in PIPER_OPTIONS}
+    command = _training_command(shell, known)
+    added = _arguments_beside(words, known, command)
+    return replace(command, arguments=(*command.arguments, *added))
+
+
+def _arguments_beside(
+    words: list[str], known: Mapping[str, flags.Option], command: Command
+) -> list[str]:
+    """Arguments behind the path of a script that the script does not pass on itself (`"$@"`)."""
+    behind = words[1:]
+    typed = {word.partition("=")[0] for word in behind if word.startswith("--")}
+    if Path(words[0]).suffix not in SCRIPT_SUFFIXES or not typed or not typed <= known.keys():
+        return []
+    passed_on = any(
+        command.arguments[at : at + len(behind)] == tuple(behind)
+        for at in range(len(command.arguments))
+    )
+    return [] if passed_on or not behind[0].startswith("--") else behind
 
 
 def _training_command(shell: "Shell", known: Mapping[str, flags.Option]) -> Command:

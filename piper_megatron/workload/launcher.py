@@ -44,6 +44,7 @@ _LAUNCHERS: dict[str, Mapping[str, str]] = {
     "aprun": {"-n": "tasks", "-N": "tasks_per_node"},
     "flux": _FLUX,
 }
+SCRIPT_SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm", ".batch")
 _OTHER_MODELS = ("bert", "t5", "mamba", "hybrid", "vlm", "vision", "ict", "retro", "multimodal")
 
 

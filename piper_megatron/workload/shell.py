@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from piper_megatron.errors import WorkloadError
-from piper_megatron.workload.launcher import Ranks, ranks_of_options
+from piper_megatron.workload.launcher import SCRIPT_SUFFIXES, Ranks, ranks_of_options
 from piper_megatron.workload.shell_syntax import (
     case_patterns,
     clause_condition,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _SHELLS = ("bash", "sh", "zsh", "ksh", "dash", "sbatch")
-_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".batch")
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _DEEPEST = 20  # functions in functions, scripts in scripts
 _MOST_TURNS = 1000  # of a loop
@@ -118,7 +117,7 @@ class Shell:
             behind_shell = _is_behind_shell(words, index)
             script = self._script(word, behind_shell)
             typed = self._depth == 0 and any(PurePath(w).name in _SHELLS for w in words[:index])
-            if typed and not script and PurePath(word).suffix in _SCRIPTS:
+            if typed and not script and PurePath(word).suffix in SCRIPT_SUFFIXES:
                 script = Path(word)  # and the error says that it is not there
             if script or (behind_shell and re.fullmatch("-[a-z]*c", word)):
                 before, self._before = self._before, (*self._before, *words[:index])
@@ -132,7 +131,7 @@ class Shell:
 
     def _script(self, word: str, behind_shell: bool) -> Path | None:
         """The shell script that a word starts."""
-        is_named_so = PurePath(word).suffix in _SCRIPTS
+        is_named_so = PurePath(word).suffix in SCRIPT_SUFFIXES
         return self._found(word) if is_named_so or behind_shell else None
 
     def _found(self, name: str) -> Path | None:
