@@ -66,8 +66,13 @@ def memory(job: Job, platform: Platform, imbalance: float = 1.0) -> Memory:
     """
     device = platform.need_accelerator()
     schedule = schedule_of(job)
+    known: dict = {}
+    chunks = [
+        [chunk_activations(job, chunk, imbalance=imbalance, known=known) for chunk in stage]
+        for stage in job.pipeline.stages
+    ]
     stages = tuple(
-        _StageMemory(job, schedule, stage, states, imbalance).report(device.overheads)
+        _StageMemory(job, schedule, stage, states, chunks[stage]).report(device.overheads)
         for stage, states in enumerate(stage_states(job))
     )
     worst = max(stages, key=lambda stage: stage.peak_gib)
@@ -85,17 +90,19 @@ class _StageMemory:
     """Finds the highest point of every phase on one stage."""
 
     def __init__(
-        self, job: Job, schedule: Schedule, stage: int, states: StageStates, imbalance: float
+        self,
+        job: Job,
+        schedule: Schedule,
+        stage: int,
+        states: StageStates,
+        chunks: list[ChunkActivations],
     ) -> None:
         self._job = job
         self._schedule = schedule
         self._stage = stage
         self._states = states
         self._buffers_bytes = sum(stage_buffers(job, stage).values())
-        self._chunks = [
-            chunk_activations(job, chunk, imbalance=imbalance)
-            for chunk in job.pipeline.stages[stage]
-        ]
+        self._chunks = chunks
         self._kept_bytes = np.array([float(chunk.total) for chunk in self._chunks])
 
     @property
@@ -214,12 +221,16 @@ class _StageMemory:
             routed += count * sum(float(saved.get(part, 0)) for part in ROUTED)
             kept += count * float(chunk.total)
         others = kept - logits - routed
-        if moment.piece is not None and moment.piece.saved.get(LOGITS):
-            logits += moment.beyond_bytes
-        elif moment.piece is not None and moment.piece.routed:
-            routed += moment.beyond_bytes
+        beyond, piece = moment.beyond_bytes, moment.piece
+        if beyond < 0:  # pieces behind the one that runs backward are gone already
+            left = 1 + beyond / kept
+            return others * left, logits * left, routed * left
+        if piece is not None and piece.saved.get(LOGITS):
+            logits += beyond
+        elif piece is not None and piece.routed:
+            routed += beyond
         else:
-            others += moment.beyond_bytes
+            others += beyond
         return others, logits, routed
 
 

@@ -72,7 +72,12 @@ class ChunkActivations:
 
 
 def chunk_activations(
-    job: Job, chunk: Chunk, *, imbalance: float = 1.0, cpu: bool = False
+    job: Job,
+    chunk: Chunk,
+    *,
+    imbalance: float = 1.0,
+    cpu: bool = False,
+    known: "dict[_LayerSettings, Activations] | None" = None,
 ) -> ChunkActivations:
     """What a virtual stage keeps and needs for each micro-batch.
 
@@ -81,12 +86,13 @@ def chunk_activations(
         chunk: one of its virtual stages.
         imbalance: rows on the most loaded expert rank over the mean.
         cpu: operators are torch's for the CPU.
+        known: layers of the same job that were measured before; new ones are added.
     """
     model, training, sizes = job.model, job.training, job.sizes
     pieces: list[tuple[str, Activations]] = []
     if chunk.embedding:
         pieces.append(("embedding", embedding_activations(model, training, sizes, cpu=cpu)))
-    pieces += _layers(job, chunk, imbalance, cpu)
+    pieces += _layers(job, chunk, imbalance, cpu, {} if known is None else known)
     for _ in range(chunk.mtp_layers):
         moe = model.mtp_moe if chunk.layers else model.experts is not None
         mtp = mtp_activations(model, training, sizes, imbalance=imbalance, moe=moe, cpu=cpu)
@@ -99,7 +105,13 @@ def chunk_activations(
     return ChunkActivations(tuple(pieces))
 
 
-def _layers(job: Job, chunk: Chunk, imbalance: float, cpu: bool) -> list[tuple[str, Activations]]:
+def _layers(
+    job: Job,
+    chunk: Chunk,
+    imbalance: float,
+    cpu: bool,
+    known: "dict[_LayerSettings, Activations]",
+) -> list[tuple[str, Activations]]:
     """Decoder layers one by one, or in the groups that full recomputation makes of them."""
     given = job.model, job.training, job.sizes
     if _recomputes_groups(job.training):
@@ -113,7 +125,6 @@ def _layers(job: Job, chunk: Chunk, imbalance: float, cpu: bool) -> list[tuple[s
             )
             for group, kind in zip(groups, kinds, strict=True)
         ]
-    known: dict[_LayerSettings, Activations] = {}
     pieces = []
     for place, layer in enumerate(chunk.layers):
         settings = _layer_settings(job, chunk, place)
