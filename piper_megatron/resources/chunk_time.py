@@ -6,6 +6,7 @@ from functools import cached_property
 
 from piper_megatron.layout.job import Job
 from piper_megatron.layout.pipeline import Chunk
+from piper_megatron.layout.sizes import Sizes
 from piper_megatron.resources.communication import (
     Exchange,
     embedding_communication,
@@ -27,7 +28,7 @@ from piper_megatron.resources.layer_time import (
     together_s,
     total,
 )
-from piper_megatron.workload.spec import TrainingSpec
+from piper_megatron.workload.spec import ModelSpec, TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -131,21 +132,36 @@ class ChunkClock:
 
     def _end(self, name: str) -> LayerTime:
         if name not in self._ends:
-            given = self.job.model, self.job.training, self.job.sizes
-            accelerator, platform = self.machine.accelerator, self.machine.platform
-            order = self.machine.order
-            work: dict[str, Work]
-            exchanges: dict[str, Exchange] = {}
-            if name == "embedding":
-                work = {name: embedding_compute(*given, accelerator)}
-                exchanges = {name: embedding_communication(*given, platform, order=order)}
-            elif name == "prediction":
-                work = {name: prediction_compute(*given, accelerator)}
-            else:
-                work = head_compute(*given, accelerator)
-                exchanges = {name: head_communication(*given, platform, order=order)}
-            self._ends[name] = compose(work, exchanges, self.machine)
+            job = self.job
+            self._ends[name] = end_time(name, job.model, job.training, job.sizes, self.machine)
         return self._ends[name]
+
+
+def end_time(
+    name: str, model: ModelSpec, training: TrainingSpec, sizes: Sizes, machine: Machine
+) -> LayerTime:
+    """Time of what is not a transformer layer, for one micro-batch.
+
+    Args:
+        name: `embedding`; `prediction`, what a layer of multi-token prediction has before its
+            transformer layer; or `head`, an output layer with its loss.
+        model: what is trained.
+        training: kernels, overlap.
+        sizes: one layout, or arrays of them.
+        machine: whose curves hold.
+    """
+    given = model, training, sizes
+    work: dict[str, Work]
+    exchanges: dict[str, Exchange] = {}
+    if name == "embedding":
+        work = {name: embedding_compute(*given, machine.accelerator)}
+        exchanges[name] = embedding_communication(*given, machine.platform, order=machine.order)
+    elif name == "prediction":
+        work = {name: prediction_compute(*given, machine.accelerator)}
+    else:
+        work = head_compute(*given, machine.accelerator)
+        exchanges[name] = head_communication(*given, machine.platform, order=machine.order)
+    return compose(work, exchanges, machine)
 
 
 def varied(training: TrainingSpec, *, exact: bool, spared: bool) -> TrainingSpec:

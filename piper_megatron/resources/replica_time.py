@@ -62,12 +62,7 @@ class ReplicaTime:
         if self.gathered_before_s is not None:
             return 0.0
         return max(
-            sum(
-                float(chunk[part].forward.exposed_s)
-                for chunk in stage
-                for part in _PARAMETERS
-                if part in chunk
-            )
+            sum(_exposed_s(chunk, "forward", _PARAMETERS) for chunk in stage)
             for stage in self._exchanges
         )
 
@@ -97,14 +92,10 @@ class ReplicaTime:
         done = 0.0
         for chunk in ends.argsort():
             exchanges = self._exchanges[stage][chunk]
-            spent = _backward_s(exchanges, _GRADIENTS)
+            spent = self._reduction_s(exchanges)
             if by_bucket:
-                last_bucket = sum(
-                    float(exchanges[part].backward.exposed_s)
-                    for part in _GRADIENTS
-                    if part in exchanges
-                )
-                done = max(max(done, starts[chunk]) + spent, ends[chunk] + last_bucket)
+                last_bucket_s = _exposed_s(exchanges, "backward", _GRADIENTS)
+                done = max(max(done, starts[chunk]) + spent, ends[chunk] + last_bucket_s)
             else:
                 ready = ends[chunk] if overlapped else timeline.end_s[stage]
                 done = max(done, ready) + spent
@@ -114,6 +105,12 @@ class ReplicaTime:
         if self.job.layout.pp > 1 and stage in (0, self.job.layout.pp - 1):
             done += _backward_s(finishing, ("tied_embedding",))
         return done
+
+    def _reduction_s(self, exchanges: dict[str, Exchange]) -> float:
+        """Of a chunk's gradients once a step; sharded ones (FSDP) are reduced in every pass."""
+        if self.job.training.fsdp:
+            return _exposed_s(exchanges, "backward", _GRADIENTS)
+        return _backward_s(exchanges, _GRADIENTS)
 
     @cached_property
     def norm_s(self) -> float:
@@ -150,3 +147,9 @@ def _forward_s(exchanges: dict[str, Exchange], parts: tuple[str, ...]) -> float:
 
 def _backward_s(exchanges: dict[str, Exchange], parts: tuple[str, ...]) -> float:
     return sum(float(exchanges[part].backward_s) for part in parts if part in exchanges)
+
+
+def _exposed_s(exchanges: dict[str, Exchange], phase: str, parts: tuple[str, ...]) -> float:
+    return sum(
+        float(getattr(exchanges[part], phase).exposed_s) for part in parts if part in exchanges
+    )

@@ -1,0 +1,23 @@
+"""Device memory outside torch's allocator: the process itself and its communicators."""
+
+import numpy as np
+
+from piper_megatron.layout.sizes import Number, Sizes
+from piper_megatron.platform.accelerator import MemoryOverheads
+
+_RING_PEERS = 2
+
+
+def communicators_gib(sizes: Sizes, overheads: MemoryOverheads) -> Number:
+    """Device context and buffers of NCCL or RCCL on a rank.
+
+    An all-to-all keeps a connection to every peer, a ring to two.
+
+    Args:
+        sizes: of one layout, or arrays of them.
+        overheads: of the accelerator.
+    """
+    rings = (sizes.tp, sizes.cp, sizes.pp, sizes.dp * sizes.cp, sizes.edp, sizes.etp)
+    peers = sizes.ep - 1 + sum(np.minimum(members - 1, _RING_PEERS) for members in rings)
+    first = np.where(np.greater(sizes.world, 1), overheads.communicator_gib, 0.0)
+    return overheads.context_gib + first + peers * overheads.peer_communicator_gib
