@@ -32,8 +32,8 @@ def check(
         arguments.values, arguments.given, gpus, arguments.unknown, platform, environment or {}
     )
     found = judge(command)
-    starts = all(finding.severity != "error" or finding.late for finding in found)
-    if starts and platform is not None and platform.accelerator is not None:
+    runs = all(finding.severity != "error" for finding in found)
+    if runs and platform is not None and platform.accelerator is not None:
         found += memory_findings(command, _would_run)
     return sorted(found, key=lambda finding: _ORDER[finding.severity])
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from piper_megatron.cli.job_options import add_job_options, job_inputs
@@ -39,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
     if platform is None:
         raise PlatformError("say on which machine it runs, for instance --platform dgx-h100")
     job = job_of(arguments.values, gpus)
+    if args.model is not None:
+        job = replace(job, model=job.model.model_copy(update={"name": args.model}))
     imbalance = _imbalance(args.imbalance)
+    platform.need_accelerator().check_stack(args.stack)
     found = estimate(job, platform, stack=args.stack, imbalance=imbalance)
     if args.plot is not None:
         from piper_megatron.report.pipeline_figure import draw

@@ -227,6 +227,17 @@ class Accelerator(StrictModel):
                 return stack
         return default
 
+    def check_stack(self, text: str | None) -> None:
+        """Refuses a name or description that says nothing of a known stack.
+
+        Raises:
+            PlatformError: the stacks that there are.
+        """
+        default = self.stack()
+        if text not in (None, default.name) and self.stack(text) is default:
+            names = [stack.name for stack in self.stacks]
+            raise PlatformError(f"unknown software stack '{text}'; {nearest(str(text), names)}")
+
     def peak_flops(self, precision: Precision) -> float:
         """Dense peak, FLOP/s.
 

@@ -228,5 +228,7 @@ def _built[Model: StrictModel](model: type[Model], **fields: Any) -> Model:
     try:
         return model(**fields)
     except ValidationError as error:
-        field = str(error.errors()[0]["loc"][0])
-        raise WorkloadError(first_problem(error).replace(field, spelling_of(field), 1)) from None
+        problem = first_problem(error)
+        for field in error.errors()[0]["loc"][:1]:
+            problem = problem.replace(str(field), spelling_of(str(field)), 1)
+        raise WorkloadError(problem) from None

@@ -90,6 +90,20 @@ class Experts(StrictModel):
     expert_bias: bool = False
     router_bias: bool = False
 
+    @model_validator(mode="after")
+    def _can_be(self) -> "Experts":
+        if self.topk > self.count:
+            raise ValueError(
+                f"--moe-router-topk {self.topk} is more than the {self.count} experts there are"
+            )
+        most = max(self.count / self.topk, 1.0)
+        if self.capacity_factor and self.capacity_factor > most:
+            raise ValueError(
+                f"--moe-expert-capacity-factor {self.capacity_factor:g} is more than all tokens on "
+                f"one expert; with {self.count} experts and top-{self.topk} it is at most {most:g}"
+            )
+        return self
+
 
 class ModelSpec(StrictModel):
     """A GPT-like model.
