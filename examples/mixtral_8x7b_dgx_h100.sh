@@ -7,7 +7,8 @@
 # Grid:   2x4. Against 1x8 it halves what each GPU holds of the dense parts, at an idle share of the
 #         pipeline of 1 / (64 + 1), 2%. Adam with fp32 moments (16 bytes a parameter and more) does
 #         not fit on one node; gradients and moments in bf16 and a 16-bit remainder in place of fp32
-#         master weights make it 10 (Transformer Engine 2.1 or newer), about 57 of 80 GiB.
+#         master weights make it 10, about 57 of 80 GiB. Transformer Engine before 2.13 makes fp32
+#         copies of such moments while the optimizer steps, which does not fit: use a newer one.
 # State:  arguments are checked against Megatron's parser; not run there
 set -euo pipefail
 

@@ -34,4 +34,16 @@ def assumptions(
             if job.training.attention_backend == "auto"
             else "Transformer Engine's layers"
         )
+    if _upcasts_moments(job):
+        said.append(
+            "the optimizer makes fp32 copies of its 16- or 8-bit states while it steps; Transformer "
+            "Engine from 2.13 on needs none for two bf16 moments"
+        )
     return tuple(said)
+
+
+def _upcasts_moments(job: Job) -> bool:
+    training = job.training
+    return training.use_precision_aware_optimizer and bool(
+        {training.exp_avg_dtype, training.exp_avg_sq_dtype} - {"fp32"}
+    )
