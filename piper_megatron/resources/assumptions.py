@@ -36,8 +36,8 @@ def assumptions(
         )
     if _upcasts_moments(job):
         said.append(
-            "the optimizer makes fp32 copies of its 16- or 8-bit states while it steps; Transformer "
-            "Engine from 2.13 on needs none for two bf16 moments"
+            "the optimizer makes fp32 copies of its 16- or 8-bit states while it steps; "
+            "Transformer Engine from 2.13 on needs none for two bf16 moments"
         )
     return tuple(said)
 
