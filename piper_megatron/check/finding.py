@@ -19,7 +19,8 @@ class Finding(StrictModel):
         message: what is wrong, with the values of this command.
         fix: the smallest change that mends it; empty when there is nothing to mend.
         source: file and line in Megatron and the releases that have it, or who reported it.
-        late: Megatron starts with it and fails when the model is built or at the first step.
+        late: Megatron starts with it; it fails when the model is built or at the first step, or
+            trains nothing of use.
     """
 
     id: str

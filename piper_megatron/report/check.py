@@ -7,7 +7,7 @@ from piper_megatron.check.finding import Finding, verdict
 from piper_megatron.platform.platform import Platform
 from piper_megatron.report.text import count, render
 
-LATE = "Megatron starts with it and fails later"
+LATE = "Megatron starts with it"
 INDENT = 9
 
 

@@ -4,7 +4,7 @@ from piper_megatron.check.command import Command
 from piper_megatron.check.rule import Problem, rule
 
 
-@rule("precision.hardware", source="data sheets: docs/platforms.md")
+@rule("precision.hardware", source="data sheets: docs/platforms.md", late=True)
 def the_device_has_the_format(c: Command) -> Problem | None:
     """A device without 8- or 4-bit arithmetic cannot train in it."""
     accelerator = c.platform.accelerator if c.platform else None

@@ -127,7 +127,11 @@ def the_choice_of_groups_means_something(c: Command) -> Problem | None:
     return None
 
 
-@rule("capacity.absurd", source="capacity = factor x tokens x top-k / experts (moe_utils.py)")
+@rule(
+    "capacity.absurd",
+    source="capacity = factor x tokens x top-k / experts (moe_utils.py)",
+    late=True,
+)
 def capacity_is_between_none_and_all_tokens(c: Command) -> Problem | None:
     """An expert cannot get more than all tokens, and no rows at all train nothing."""
     factor = c.moe_expert_capacity_factor
