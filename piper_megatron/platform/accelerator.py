@@ -84,12 +84,14 @@ class MemoryKernels(Stated):
         efficiency: share of the memory bandwidth that fused elementwise kernels and norms reach.
         permute_efficiency: that gathers and scatters of token rows reach.
         loss_efficiency: that the cross entropy of a vocabulary reaches.
+        cast_efficiency: that quantisation of operands reaches.
         kernel_s: shortest time of a kernel.
     """
 
     efficiency: Share
     permute_efficiency: Share
     loss_efficiency: Share
+    cast_efficiency: Share
     kernel_s: NonNegativeFloat
 
 
@@ -137,12 +139,15 @@ class Host(Stated):
     Attributes:
         launch_s: host time for each kernel that PyTorch launches, Python's included.
         step_s: host time of a training step beside launches: data, logging, scheduling.
+        tensor_s: more for each parameter tensor of a rank: hooks of gradients, bookkeeping of the
+            optimizer.
         link_gbps: between host and device, GB/s in one direction.
         optimizer_gbps: CPU memory traffic of an Adam step on the host, GB/s for each rank.
     """
 
     launch_s: NonNegativeFloat
     step_s: NonNegativeFloat
+    tensor_s: NonNegativeFloat
     link_gbps: PositiveFloat
     optimizer_gbps: PositiveFloat
 

@@ -171,7 +171,7 @@ def linear(
             relative=relative * over_single,
         )
 
-    cast_s = memory_s(accelerator, cast_bytes * rows, accelerator.kernels.efficiency)
+    cast_s = memory_s(accelerator, cast_bytes * rows, accelerator.kernels.cast_efficiency)
     forward_s, dgrad_s, wgrad_s = (
         product(moved, over_single)
         for moved, over_single in zip(
