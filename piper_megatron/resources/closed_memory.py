@@ -186,7 +186,7 @@ def _passes_bytes(
     layers = kept * live / sizes.vpp + at_ends
     head = layers + last + held.last * np.maximum(pieces.head.working, pieces.head.working_forward)
     mtp = layers + last + held.last * (pieces.mtp.working - pieces.head.kept)
-    working = layers + last + np.maximum(working - behind, forward)
+    working = layers + last - behind + np.maximum(working, forward)
     if training.overlap_moe_expert_parallel_comm:
         working = working + one_layer + forward
     peak = np.maximum(head, working)

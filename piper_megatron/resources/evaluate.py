@@ -98,7 +98,7 @@ def evaluate(
             dense_layers=held.with_experts(False),
             moe_layers=held.with_experts(True),
             embedding=held.embedding,
-            mtp=held.last,
+            mtp=held.last * (model.mtp_layers > 0),
             loss=held.last,
         )
         parameters = count(tensors, sizes)

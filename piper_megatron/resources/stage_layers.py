@@ -110,8 +110,10 @@ def _balanced(model: ModelSpec, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, n
 
 def _last_layers(model: ModelSpec, chunks: np.ndarray) -> np.ndarray:
     """Decoder layers of the last chunk in a balanced split."""
-    slots = model.layers + 1 + model.mtp_layers
-    shared = np.maximum(slots // chunks - 1 - model.mtp_layers, 0)
+    beside = 1 + model.mtp_layers
+    each, more = (model.layers + beside) // chunks, (model.layers + beside) % chunks
+    # the embedding's chunk is the last one to get one more, the loss's the last but one
+    shared = np.maximum(each + (more == chunks - 1) - beside, 0)
     return np.where(chunks > 1, shared, model.layers)
 
 
