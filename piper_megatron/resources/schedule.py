@@ -292,7 +292,12 @@ class _Rank:
 
     def __init__(self, schedule: Schedule, times: PassTimes, rank: int) -> None:
         self.schedule, self.times, self.rank = schedule, times, rank
-        passes = schedule.passes
+        passes, count = schedule.passes, schedule.micro_batches
+        # passes of the model's first and last chunk, whose tensors stay
+        self.end_of_first = count if rank == 0 else 0
+        self.begin_of_last = passes - count if rank == schedule.pp - 1 else passes
+        self.forward_s = [seconds for seconds in times.forward_s[rank] for _ in range(count)]
+        self.backward_s = [seconds for seconds in times.backward_s[rank] for _ in range(count)]
         self.activation_arrived, self.gradient_arrived = [_NOT_YET] * passes, [_NOT_YET] * passes
         if rank == 0:
             self.activation_arrived[: schedule.micro_batches] = [0.0] * schedule.micro_batches
@@ -337,26 +342,17 @@ class _Rank:
 
     def _missing(self, forward: int, backward: int) -> bool:
         """Whether a slot that receives both inputs before it begins cannot begin."""
-        own_loss = self._is_last(backward)
+        own_loss = backward >= self.begin_of_last
         return self.activation_arrived[forward] == _NOT_YET or (
             self.gradient_arrived[backward] == _NOT_YET and not own_loss
         )
 
-    def _is_first(self, number: int) -> bool:
-        """Whether a pass belongs to the model's first chunk."""
-        return self.rank == 0 and number < self.schedule.micro_batches
-
-    def _is_last(self, number: int) -> bool:
-        """Whether a pass belongs to the model's last chunk."""
-        before = self.schedule.passes - self.schedule.micro_batches
-        return self.rank == self.schedule.pp - 1 and number >= before
-
     def _run_forward(self, number: int) -> None:
-        chunk, micro_batch = divmod(number, self.schedule.micro_batches)
-        spent = self.times.forward_s[self.rank][chunk]
+        spent = self.forward_s[number]
         start = max(self.now, self.activation_arrived[number])
         end = start + spent
-        if micro_batch == 0 and self.times.gathered_s is not None:
+        if self.times.gathered_s is not None and number % self.schedule.micro_batches == 0:
+            chunk = number // self.schedule.micro_batches
             end = max(end, self.times.gathered_s[self.rank][chunk])
             self.gathering += end - start - spent
         self.forward_start[number], self.forward_end[number] = start, end
@@ -364,7 +360,7 @@ class _Rank:
         self.now = end
 
     def _run_backward(self, number: int) -> None:
-        spent = self.times.backward_s[self.rank][number // self.schedule.micro_batches]
+        spent = self.backward_s[number]
         start = max(self.now, self.gradient_arrived[number])
         self.now = start + spent
         self.backward_start[number], self.backward_end[number] = start, self.now
@@ -374,10 +370,10 @@ class _Rank:
         """A forward pass, then a backward pass, then what both send, one after the other."""
         self.now = max(self.now, self.activation_arrived[forward], self.gradient_arrived[backward])
         self._run_forward(forward)
-        if self._is_last(forward):
+        if forward >= self.begin_of_last:
             self._send_activation(forward, self.now)
         self._run_backward(backward)
-        if not self._is_last(forward):
+        if forward < self.begin_of_last:
             self._hold(self._send_activation(forward, self.now))
         self._hold(self._send_gradient(backward, self.now))
 
@@ -401,7 +397,7 @@ class _Rank:
 
     def _send_activation(self, number: int, leaves: float) -> float:
         """Sends what a forward pass made; the seconds that it travels."""
-        if self._is_last(number):
+        if number >= self.begin_of_last:
             self.gradient_arrived[number] = leaves
             return 0.0
         wraps = self.rank == self.schedule.pp - 1
@@ -412,7 +408,7 @@ class _Rank:
 
     def _send_gradient(self, number: int, leaves: float) -> float:
         """Sends what a backward pass made; the seconds that it travels."""
-        if self._is_first(number):
+        if number < self.end_of_first:
             return 0.0
         wraps = self.rank == 0
         travel = self.times.p2p_s[self.rank - 1]
