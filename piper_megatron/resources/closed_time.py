@@ -273,4 +273,5 @@ def update_seconds(
         machine.accelerator,
         held=parameters.total,
         updated=parameters.dense / dense + parameters.expert / expert,
+        tensors=parameters.tensors,
     )

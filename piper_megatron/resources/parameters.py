@@ -54,10 +54,16 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of one rank: those of routed experts, and all others."""
+    """Parameters of one rank.
+
+    Attributes:
+        dense, expert: all others, and those of routed experts.
+        tensors: in which they are.
+    """
 
     dense: Number
     expert: Number
+    tensors: Number = 0
 
     @property
     def total(self) -> Number:
@@ -65,7 +71,9 @@ class ParameterCount:
         return self.dense + self.expert
 
     def __add__(self, other: "ParameterCount") -> "ParameterCount":
-        return ParameterCount(self.dense + other.dense, self.expert + other.expert)
+        return ParameterCount(
+            self.dense + other.dense, self.expert + other.expert, self.tensors + other.tensors
+        )
 
 
 def layer_tensors(
@@ -168,15 +176,15 @@ def parameter_counts(job: Job) -> list[list[ParameterCount]]:
 
 
 def count(tensors: Iterable[Tensor], sizes: Sizes) -> ParameterCount:
-    """Sums of elements; arrays where `sizes` has arrays."""
-    dense: Number = 0 * sizes.tp
-    expert: Number = 0 * sizes.tp
+    """Sums of elements and tensors; arrays where `sizes` has arrays."""
+    dense = expert = many = 0 * sizes.tp
     for tensor in tensors:
+        many = many + tensor.copies
         if tensor.expert:
             expert = expert + tensor.elements * tensor.copies
         else:
             dense = dense + tensor.elements * tensor.copies
-    return ParameterCount(dense, expert)
+    return ParameterCount(dense, expert, many)
 
 
 def router_bytes(model: ModelSpec, training: TrainingSpec) -> int:

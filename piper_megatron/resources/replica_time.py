@@ -135,6 +135,7 @@ class ReplicaTime:
                     updated=sum(
                         count.dense / dense_shards + count.expert / expert_shards for count in stage
                     ),
+                    tensors=sum(count.tensors for count in stage),
                 )
             )
             for stage in self._counts

@@ -7,7 +7,12 @@ from piper_megatron.workload.spec import DTYPE_BYTES, TrainingSpec
 
 
 def optimizer_seconds(
-    training: TrainingSpec, accelerator: Accelerator, *, held: Number, updated: Number
+    training: TrainingSpec,
+    accelerator: Accelerator,
+    *,
+    held: Number,
+    updated: Number,
+    tensors: Number = 0,
 ) -> Number:
     """Time of gradient norm, Adam step and zeroing of the gradients, and of the host around them.
 
@@ -16,6 +21,7 @@ def optimizer_seconds(
         accelerator: bandwidths of device, host and the link between them.
         held: parameters of this rank.
         updated: those whose states it keeps; fewer than `held` with a distributed optimizer.
+        tensors: in which the parameters of this rank are.
     """
     gradient = DTYPE_BYTES[training.main_grads_dtype]
     main = DTYPE_BYTES[training.main_params_dtype]
@@ -29,4 +35,5 @@ def optimizer_seconds(
     host = accelerator.host
     # gradients go to the host, Adam runs on its memory, weights come back
     per_byte = per_parameter / host.optimizer_gbps + (gradient + (weight or 4)) / host.link_gbps
-    return device_s + away * updated * per_byte / 1e9 + host.step_s
+    offloaded_s = away * updated * per_byte / 1e9
+    return device_s + offloaded_s + host.step_s + tensors * host.tensor_s
