@@ -180,3 +180,25 @@ def test_stacks_are_found_by_name_by_description_or_by_default():
         "Primus": "other",
     }.items():
         assert accelerator.stack(text).name == name
+
+
+DOCUMENTATION = (Path(__file__).parents[1] / "docs" / "platforms.md").read_text()
+
+
+def test_the_documentations_example_is_a_platform(tmp_path):
+    examples = re.findall(r"```yaml\n(.*?)```", DOCUMENTATION, re.DOTALL)
+    path = tmp_path / "mine.yaml"
+    path.write_text(examples[-1])
+    platform = load_platform(str(path))
+    assert platform.need_accelerator().stack().name == "ours"
+    assert platform.levels[1].transfer.efficiency.all_to_all == 0.9
+
+
+def test_the_documentation_names_every_key_of_an_accelerator():
+    for group, field in Accelerator.model_fields.items():
+        if group == "name":
+            continue
+        assert f"`{group}`" in DOCUMENTATION
+        keys = getattr(field.annotation, "model_fields", {})
+        for key in set(keys) - set(Stated.model_fields):
+            assert f"`{key}`" in DOCUMENTATION, f"{group}.{key}"

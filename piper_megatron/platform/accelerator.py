@@ -68,7 +68,7 @@ class Peaks(Stated):
 
 
 class DeviceBandwidth(Stated):
-    """Device memory bandwidth and the share of it that kernels reach.
+    """Device memory bandwidth.
 
     Attributes:
         gbps: peak, GB/s (1e9 bytes a second), reads and writes together.
