@@ -211,6 +211,10 @@ def sides(before, dispatch, between, combine, before_weight=0.0, between_weight=
     return LayerTime({}, {}, forward_sides=forward, backward_sides=backward)
 
 
+def delayed(delay: bool) -> TrainingSpec:
+    return TRAINING.model_copy(update={"delay_wgrad_compute": delay})
+
+
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize(
     ("layer", "seconds"),
@@ -219,19 +223,20 @@ def sides(before, dispatch, between, combine, before_weight=0.0, between_weight=
         (sides(1, 0, 1, 0, 1, 1), 6),
         # exchanges of both passes alone
         (sides(0, 1, 0, 1), 4),
-        # all exchanges fit behind computation of the other pass
-        (sides(2, 1, 2, 1, 2, 2), 12),
+        # all exchanges fit behind computation of the other pass, which they slow down for a third
+        # of its time by the share of an H100 that DeepEP takes
+        (sides(2, 1, 2, 1, 2, 2), 12 / (1 - 20 / 132 / 3)),
     ],
 )
 def test_streams_side_by_side(layer, seconds, delay):
-    assert together_s(layer, layer, delay_weights=delay) == pytest.approx(seconds)
+    assert together_s(layer, layer, delayed(delay)) == pytest.approx(seconds)
 
 
 def test_delayed_weight_products_hide_a_long_dispatch():
     # the backward dispatch waits for the experts' gradients; weight products fill the gap
     layer = sides(1, 3, 2, 1, between_weight=2)
-    assert together_s(layer, layer, delay_weights=False) == 10
-    assert together_s(layer, layer, delay_weights=True) == 9
+    apart, joined = (together_s(layer, layer, delayed(delay)) for delay in (True, False))
+    assert apart < joined
 
 
 def test_a_layer_beside_another_is_never_faster_than_its_streams():
@@ -244,5 +249,5 @@ def test_a_layer_beside_another_is_never_faster_than_its_streams():
         computing = f.before_s + f.between_s + b.before_s + b.between_s
         computing += b.before_weight_s + b.between_weight_s
         exchanging = f.dispatch_s + f.combine_s + b.dispatch_s + b.combine_s
-        both = together_s(time, time, delay_weights=False)
-        assert max(computing, exchanging) - 1e-12 <= both <= computing + exchanging + 1e-12
+        both = together_s(time, time, settings.training)
+        assert max(computing, exchanging) <= both <= 1.2 * computing + exchanging

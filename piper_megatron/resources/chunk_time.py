@@ -59,7 +59,7 @@ class ChunkTime:
         sides = self.layers[0].backward_sides if self.layers else None
         return float(sides.before_weight_s) if sides else 0.0
 
-    def beside_s(self, other: "ChunkTime", *, delay_weights: bool) -> float:
+    def beside_s(self, other: "ChunkTime", training: TrainingSpec) -> float:
         """Of its forward pass beside the backward pass of another chunk.
 
         Layers run in pairs, the first forward beside the last backward; what is left over, and the
@@ -71,7 +71,7 @@ class ChunkTime:
         alone += [layer.backward for layer in (*backwards[paired:], *other.ends)]
         pairs = zip(self.layers, backwards, strict=False)
         return sum(float(total(parts)) for parts in alone) + sum(
-            float(together_s(*pair, delay_weights=delay_weights)) for pair in pairs
+            float(together_s(*pair, training)) for pair in pairs
         )
 
 

@@ -41,6 +41,11 @@ EXCHANGE_PARTS = {
     "dispatch": "dispatch",
     "combine": "dispatch",
 }
+# share of the multiprocessors that an exchange takes from the computation beside it: DeepEP uses 20
+# of an H100's 132 unless told otherwise (transformer_config.py: moe_deepep_num_sms), NCCL about as
+# many; HybridEP reaches its rates with 8 (DeepEP's public figures of 2025)
+_EXCHANGE_SHARE = 20 / 132
+_HYBRIDEP_SHARE = 8 / 132
 # computation between dispatch and combine, and the share of each part that happens there
 _BETWEEN = {"experts": 1.0, "permute": 0.5}
 
@@ -66,6 +71,27 @@ class Sides:
     combine_s: Number
     before_weight_s: Number = 0.0
     between_weight_s: Number = 0.0
+
+    @property
+    def computing_s(self) -> Number:
+        """All but the exchanges."""
+        return self.before_s + self.between_s + self.before_weight_s + self.between_weight_s
+
+    @property
+    def exchanging_s(self) -> Number:
+        """Both exchanges."""
+        return self.dispatch_s + self.combine_s
+
+    def computing(self, slower: Number) -> "Sides":
+        """The same with computation that takes so many times as long."""
+        return Sides(
+            self.before_s * slower,
+            self.dispatch_s,
+            self.between_s * slower,
+            self.combine_s,
+            self.before_weight_s * slower,
+            self.between_weight_s * slower,
+        )
 
 
 @dataclass(frozen=True)
@@ -276,24 +302,27 @@ def _sides(
     )
 
 
-def together_s(forward: LayerTime, backward: LayerTime, *, delay_weights: bool) -> Number:
+def together_s(forward: LayerTime, backward: LayerTime, training: TrainingSpec) -> Number:
     """Time of a layer's forward pass beside another layer's backward pass.
 
     The order of both streams is that of `TransformerLayerSchedulePlan.run`
     (models/common/model_chunk_schedule_plan.py of Megatron-Core 0.19.2):
         communication  combine backward | dispatch forward, dispatch backward | combine forward
         computation    before forward   | between backward, between forward   | before backward
+    With `--delay-wgrad-compute` products for weights' gradients run apart from the others: those of
+    the experts beside the backward dispatch, those before the dispatch beside the next combine.
 
     Args:
         forward: of the layer that runs forward.
         backward: of the layer that runs backward.
-        delay_weights: products for weights' gradients run apart from the others: those of the
-            experts beside the backward dispatch, those before the dispatch beside the next combine.
+        training: gives the dispatcher and that setting.
     """
-    f, b = forward.forward_sides, backward.backward_sides
-    assert f is not None
-    assert b is not None
-    late = 1.0 if delay_weights else 0.0
+    assert forward.forward_sides is not None
+    assert backward.backward_sides is not None
+    slower = _beside_exchanges(forward.forward_sides, backward.backward_sides, training)
+    f = forward.forward_sides.computing(slower)
+    b = backward.backward_sides.computing(slower)
+    late = 1.0 if training.delay_wgrad_compute else 0.0
     # weight products of the layer before run while this one's combine goes back
     begun = np.maximum(b.combine_s, late * b.before_weight_s + f.before_s)
     between_b = begun + b.between_s + (1 - late) * b.between_weight_s
@@ -304,3 +333,13 @@ def together_s(forward: LayerTime, backward: LayerTime, *, delay_weights: bool) 
     rest_b = b.before_s + (1 - late) * b.before_weight_s
     end = exchanged + np.maximum(rest_b, f.combine_s)
     return np.maximum(end, forward.forward_host_s + backward.backward_host_s)
+
+
+def _beside_exchanges(forward: Sides, backward: Sides, training: TrainingSpec) -> Number:
+    """How much longer computation takes because exchanges run on some of the multiprocessors."""
+    hybrid = training.dispatcher == "flex" and training.flex_backend == "hybridep"
+    taken = _HYBRIDEP_SHARE if hybrid else _EXCHANGE_SHARE
+    computing = forward.computing_s + backward.computing_s
+    exchanging = forward.exchanging_s + backward.exchanging_s
+    while_exchanging = np.minimum(exchanging / np.maximum(computing, 1e-12), 1.0)
+    return 1 / (1 - taken * while_exchanging)

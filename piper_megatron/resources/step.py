@@ -12,6 +12,7 @@ from piper_megatron.resources.flops import flops_utilisation, step_flops
 from piper_megatron.resources.layer_time import Machine, Seconds, add, scaled, total
 from piper_megatron.resources.replica_time import ReplicaTime
 from piper_megatron.resources.schedule import PassTimes, Timeline, schedule_of, simulate
+from piper_megatron.workload.spec import TrainingSpec
 
 # in the order of a report
 PARTS = (
@@ -133,7 +134,7 @@ def _pass_times(
     training = job.training
     wgrad_s = together_s = None
     if training.overlap_moe_expert_parallel_comm:
-        together_s = _together_s(chunks, delay_weights=training.delay_wgrad_compute)
+        together_s = _together_s(chunks, training)
         if training.delay_wgrad_compute:
             wgrad_s = [[chunk.last_weight_s for chunk in stage] for stage in chunks]
     forward_s, backward_s = (
@@ -159,14 +160,14 @@ def _pass_times(
     )
 
 
-def _together_s(chunks: list[list[ChunkTime]], *, delay_weights: bool) -> list[list[list[float]]]:
+def _together_s(chunks: list[list[ChunkTime]], training: TrainingSpec) -> list[list[list[float]]]:
     """[PP][VPP][VPP] of a forward pass beside a backward pass; chunks alike are paired once."""
     known: dict[tuple[int, int], float] = {}
 
     def pair_s(forward: ChunkTime, backward: ChunkTime) -> float:
         key = id(forward), id(backward)
         if key not in known:
-            known[key] = forward.beside_s(backward, delay_weights=delay_weights)
+            known[key] = forward.beside_s(backward, training)
         return known[key]
 
     return [[[pair_s(one, other) for other in stage] for one in stage] for stage in chunks]
