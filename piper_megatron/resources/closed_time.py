@@ -80,7 +80,7 @@ def piece_times(
         )
         together: Number = time.forward_s + time.backward_s
         if training.overlap_moe_expert_parallel_comm:
-            together = together_s(time, time, delay_weights=training.delay_wgrad_compute)
+            together = together_s(time, time, training)
         return PieceTime(time.forward_s, time.backward_s, together)
 
     def end(name: str) -> PieceTime:
