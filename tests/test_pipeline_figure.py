@@ -20,6 +20,9 @@ def stage_memory(stage):
         communicators_gib=3,
         peak_gib=60,
         reserved_gib=63,
+        buffers_gib=0,
+        resident_gib=40,
+        needed_gib=63,
         peaks_gib={"backward": 60},
     )
 

@@ -57,6 +57,7 @@ def estimate(job: Job, step_s: float = STEP_S) -> Estimate:
             resident_gib=0.4 * peak,
             peak_gib=peak,
             reserved_gib=peak + 1,
+            needed_gib=peak + 2,
             peaks_gib={"step": peak},
         )
         for stage, peak in enumerate(PEAKS)

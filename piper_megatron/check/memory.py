@@ -79,8 +79,8 @@ def memory_findings(command: Command, legal: Legal) -> list[Finding]:
         found = memory(job_of(command.values, command.gpus), command.platform)
     except PiperError as error:
         return [_finding("memory.unknown", "info", f"memory is not judged: {error}", "")]
-    worst = max(found.stages, key=needed_gib)
-    needed = needed_gib(worst)
+    worst = max(found.stages, key=lambda stage: stage.needed_gib)
+    needed = worst.needed_gib
     where = f"stage {worst.stage}" if len(found.stages) > 1 else "every GPU"
     if found.fits:
         text = f"memory fits: {where} needs {needed:.1f} GiB of {found.capacity_gib:.1f} GiB"
@@ -92,11 +92,6 @@ def memory_findings(command: Command, legal: Legal) -> list[Finding]:
         f"{command.platform.name} has {found.capacity_gib:.1f} GiB; {_shares(worst)}"
     )
     return [_finding("memory.does-not-fit", "error", message, _fix(command, legal, worst))]
-
-
-def needed_gib(stage: StageMemory) -> float:
-    """Device memory of a stage, GiB: what torch reserves, and what lies outside of it."""
-    return stage.reserved_gib + stage.communicators_gib
 
 
 def _shares(stage: StageMemory) -> str:
@@ -152,7 +147,7 @@ def _try(command: Command, legal: Legal, change: Change) -> Trial | None:
         step_s = step_time(job, command.platform).time.step_s if found.fits else None
     except PiperError:
         return None
-    return Trial(change, max(map(needed_gib, found.stages)), step_s, gpus)
+    return Trial(change, max(stage.needed_gib for stage in found.stages), step_s, gpus)
 
 
 def _pairs(trials: list[Trial]) -> list[Change]:

@@ -51,7 +51,7 @@ def render_estimate(
 def verdict(memory: Memory) -> str:
     """One line: whether it fits, where it is fullest, and by how much it misses."""
     worst = memory.stages[memory.worst_stage]
-    needed = worst.reserved_gib + worst.communicators_gib
+    needed = worst.needed_gib
     where = f"{needed:.1f} GiB of the device on stage {memory.worst_stage}"
     if memory.fits:
         return f"fits: needs {where}, has {memory.capacity_gib:.1f} GiB"
@@ -84,12 +84,12 @@ def _headlines(estimate: Estimate, job: Job, platform: str) -> list[str]:
 
 
 def _memory_table(stages: Sequence[StageMemory]) -> Table:
-    totals = ("peak", "reserved", "outside")
+    totals = ("peak", "outside", "needed")
     shown = table("stage", *MEMORY_COLUMNS, *totals, "peak is in", left=(0, 11))
     for stage in stages:
         parts = [getattr(stage, f"{name}_gib") for name in MEMORY_COLUMNS]
         phase = max(stage.peaks_gib, key=lambda name: stage.peaks_gib[name])
-        parts += [stage.peak_gib, stage.reserved_gib, stage.communicators_gib]
+        parts += [stage.peak_gib, stage.communicators_gib, stage.needed_gib]
         shown.add_row(str(stage.stage), *(f"{gib:.2f}" for gib in parts), phase)
     return shown
 

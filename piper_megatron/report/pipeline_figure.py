@@ -166,7 +166,7 @@ def _draw_memory(axes: "Axes", memory: Memory) -> None:
             axes.bar(stages, heights, _ROW, bottom=base, color=colour, edgecolor="white")
             legend[name] = colour
         base += heights
-    needed = [stage.reserved_gib + stage.communicators_gib for stage in memory.stages]
+    needed = [stage.needed_gib for stage in memory.stages]
     axes.hlines(needed, stages - _ROW / 2, stages + _ROW / 2, color="black", linewidth=1.5)
     axes.axhline(memory.capacity_gib, color=RED, linestyle="--", linewidth=1.5)
     axes.annotate(
@@ -181,7 +181,7 @@ def _draw_memory(axes: "Axes", memory: Memory) -> None:
     axes.set_ylim(0, 1.12 * max(memory.capacity_gib, *needed, *base))
     axes.set_xlim(-0.5, len(stages) - 0.5)
     _finish(axes, axes.xaxis, len(stages), legend)
-    axes.set_xlabel("pipeline stage; black line: with what the allocator reserves")
+    axes.set_xlabel("pipeline stage; black line: with what is outside of torch's allocator")
     axes.set_ylabel("device memory (GiB)")
 
 

@@ -6,6 +6,18 @@ from piper_megatron.layout.sizes import Number, Sizes
 from piper_megatron.platform.accelerator import MemoryOverheads
 
 _RING_PEERS = 2
+# torch gives its cache back before it gives up; what stays of it in fragments, over the peak
+_FRAGMENTS = 0.02
+
+
+def needed_gib(peak_gib: Number, outside_gib: Number) -> Number:
+    """Device memory without which a job dies.
+
+    Args:
+        peak_gib: what torch allocates.
+        outside_gib: beside its allocator, `communicators_gib`.
+    """
+    return peak_gib * (1 + _FRAGMENTS) + outside_gib
 
 
 def communicators_gib(sizes: Sizes, overheads: MemoryOverheads) -> Number:

@@ -39,7 +39,9 @@ class StageMemory(StrictModel):
             allocator.
         resident_gib: what torch.cuda.memory_allocated would say between steps.
         peak_gib: what torch.cuda.max_memory_allocated would say.
-        reserved_gib: what torch.cuda.max_memory_reserved would say.
+        reserved_gib: what torch.cuda.max_memory_reserved would say where memory is plenty.
+        needed_gib: what the job cannot do without: peak, some fragments of the allocator's cache,
+            and what is outside of it.
         peaks_gib: the largest allocation in each phase of a step; `peak_gib` is their maximum.
     """
 
@@ -52,6 +54,7 @@ class StageMemory(StrictModel):
     dispatch_gib: float
     buffers_gib: float
     communicators_gib: float
+    needed_gib: float
     resident_gib: float
     peak_gib: float
     reserved_gib: float
@@ -65,7 +68,7 @@ class Memory(StrictModel):
         stages: one for every pipeline rank.
         peak_gib, worst_stage: the largest of them.
         capacity_gib: of the device; None without a platform's.
-        fits: the reserve of every stage and the communicators are within the capacity.
+        fits: what every stage needs is within the capacity.
     """
 
     stages: tuple[StageMemory, ...]

@@ -22,7 +22,7 @@ from piper_megatron.resources.closed_time import (
     whole_time,
 )
 from piper_megatron.resources.communication import Order, boundary_seconds
-from piper_megatron.resources.communicators import communicators_gib
+from piper_megatron.resources.communicators import communicators_gib, needed_gib
 from piper_megatron.resources.estimate import GIB
 from piper_megatron.resources.layer_time import Machine
 from piper_megatron.resources.parameters import count, stage_tensors
@@ -42,8 +42,7 @@ class Evaluation:
     Attributes:
         step_s: time of a step.
         peak_gib: what torch would allocate on the fullest stage.
-        needed_gib: what that stage needs of the device, with the allocator's reserve and what is
-            outside of it.
+        needed_gib: what that stage needs of the device, see `StageMemory`.
         feasible: whether the device has as much.
     """
 
@@ -122,9 +121,9 @@ def evaluate(
     )
     peak_gib = peak_bytes / GIB
     overheads = accelerator.overheads
-    needed_gib = peak_gib * overheads.reserved_ratio + communicators_gib(sizes, overheads)
-    feasible = needed_gib <= accelerator.memory.capacity_gib
-    return Evaluation(*(np.asarray(each) for each in (step_s, peak_gib, needed_gib, feasible)))
+    needed = needed_gib(peak_gib, communicators_gib(sizes, overheads))
+    feasible = needed <= accelerator.memory.capacity_gib
+    return Evaluation(*(np.asarray(each) for each in (step_s, peak_gib, needed, feasible)))
 
 
 def _arrays(sizes: Sizes) -> Sizes:

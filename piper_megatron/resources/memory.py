@@ -15,6 +15,7 @@ from piper_megatron.platform.platform import Platform
 from piper_megatron.resources.activations.buffers import stage_buffers
 from piper_megatron.resources.activations.chunk import ChunkActivations, chunk_activations
 from piper_megatron.resources.activations.layer import ROUTED, Activations
+from piper_megatron.resources.communicators import communicators_gib, needed_gib
 from piper_megatron.resources.estimate import GIB, Memory, StageMemory
 from piper_megatron.resources.schedule import NOTHING, Schedule, schedule_of
 from piper_megatron.resources.states import StageStates, stage_states
@@ -76,13 +77,12 @@ def memory(job: Job, platform: Platform, imbalance: float = 1.0) -> Memory:
         for stage, states in enumerate(stage_states(job))
     )
     worst = max(stages, key=lambda stage: stage.peak_gib)
-    needed_gib = max(stage.reserved_gib + stage.communicators_gib for stage in stages)
     return Memory(
         stages=stages,
         peak_gib=worst.peak_gib,
         worst_stage=worst.stage,
         capacity_gib=device.memory.capacity_gib,
-        fits=needed_gib <= device.memory.capacity_gib,
+        fits=all(stage.needed_gib <= device.memory.capacity_gib for stage in stages),
     )
 
 
@@ -116,6 +116,7 @@ class _StageMemory:
         peaks[OPTIMIZER] = self._resident_bytes + float(self._states.step_peak_bytes)
         peaks[LOAD] = self._resident_bytes + self._states.load_peak_bytes
         top = max(peaks, key=lambda name: peaks[name])
+        outside_gib = float(communicators_gib(self._job.sizes, overheads))
         activations, logits, dispatch = self._composition(moments.get(top))
         states = self._states
         return StageMemory(
@@ -128,7 +129,8 @@ class _StageMemory:
             dispatch_gib=dispatch / GIB,
             buffers_gib=(self._buffers_bytes + states.router_bytes + float(states.gathered_bytes))
             / GIB,
-            communicators_gib=_communicators_gib(self._job, overheads),
+            communicators_gib=outside_gib,
+            needed_gib=float(needed_gib(peaks[top] / GIB, outside_gib)),
             resident_gib=self._resident_bytes / GIB,
             peak_gib=peaks[top] / GIB,
             reserved_gib=peaks[top] / GIB * overheads.reserved_ratio,
@@ -241,19 +243,3 @@ def _backward(
     for name, (bytes, piece) in risen.items():
         if name != FORWARD:
             yield name, _Moment(held[LAYERS if name == DISPATCH else name], bytes, piece)
-
-
-def _communicators_gib(job: Job, overheads: MemoryOverheads) -> float:
-    """Device context and communicators, which torch's allocator does not see.
-
-    An all-to-all keeps a connection to every peer, a ring to two.
-    """
-    peers = sum(
-        min(job.layout.group_size(kind) - 1, 2) for kind in ("tp", "cp", "pp", "dp", "edp", "etp")
-    )
-    peers += job.layout.group_size("ep") - 1
-    return (
-        overheads.context_gib
-        + (overheads.communicator_gib if job.layout.world > 1 else 0)
-        + peers * overheads.peer_communicator_gib
-    )
