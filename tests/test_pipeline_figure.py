@@ -1,3 +1,4 @@
+import re
 import sys
 
 import pytest
@@ -36,8 +37,8 @@ MEMORY = Memory(
 )
 
 
-def timeline(**modes):
-    schedule = Schedule(pp=4, micro_batches=8, **modes)
+def timeline(micro_batches=8, **modes):
+    schedule = Schedule(pp=4, micro_batches=micro_batches, **modes)
     chunk = [1.0] * schedule.vpp
     return simulate(
         schedule,
@@ -49,6 +50,11 @@ def timeline(**modes):
             together_s=[[[2.5] * schedule.vpp] * schedule.vpp] * 4,
         ),
     )
+
+
+def svg_text(path):
+    """What the picture says; texts are drawn as curves, with a comment each."""
+    return " ".join(re.findall("<!-- (.*?) -->", path.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,11 @@ def test_renders(tmp_path, modes):
         tuple((pixel * 255).round().astype(int)[:3]) for pixel in image[::7, ::3].reshape(-1, 4)
     }
     assert {(0, 114, 178), (230, 159, 0), (0, 158, 115)} <= colours
+
+
+def test_a_long_step_shows_its_ends(tmp_path):
+    draw(tmp_path / "picture.svg", "title", timeline(micro_batches=400), {}, MEMORY)
+    assert "beginning and end of a step" in svg_text(tmp_path / "picture.svg")
 
 
 def test_format_follows_from_the_name(tmp_path):
