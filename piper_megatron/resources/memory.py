@@ -103,6 +103,7 @@ class _StageMemory:
         self._states = states
         self._buffers_bytes = sum(stage_buffers(job, stage).values())
         self._chunks = chunks
+        self._vpp = len(chunks)
         self._kept_bytes = np.array([float(chunk.total) for chunk in self._chunks])
 
     @property
@@ -155,16 +156,18 @@ class _StageMemory:
         chunks = schedule.chunks(schedule.slots(stage))
         live = schedule.live(stage)
         risen = [self._risen(chunk) for chunk in self._chunks]
-        seen = set()
         ends = live if schedule.beside else live[1::2]
         before = np.vstack([np.zeros_like(ends[:1]), ends[:-1]])
         both = ends if schedule.beside else live[0::2]
-        for (forward, backward), *alive in zip(chunks, before, both, ends, strict=True):
-            slot = (forward, backward, *(tuple(counts) for counts in alive))
-            if slot in seen:
-                continue
-            seen.add(slot)
-            at_start, with_both, at_end = alive
+        slots = np.unique(np.hstack([chunks, before, both, ends]), axis=0)
+        if not schedule.beside:
+            # of the slots with the same passes, the one with most alive is the highest
+            fullest = slots[
+                (slots[:, 2 + self._vpp : 2 + 2 * self._vpp] @ self._kept_bytes).argsort()
+            ]
+            slots = np.array(list({(row[0], row[1]): row for row in fullest}.values()))
+        for forward, backward, *counts in slots:
+            at_start, with_both, at_end = np.split(np.array(counts), 3)
             yield BOUNDARIES, _Moment(with_both)
             if forward != NOTHING:
                 yield FORWARD, _Moment(with_both, *risen[forward][FORWARD])

@@ -5,7 +5,7 @@ most. `state_bytes` leaves padding out and takes many layouts at once.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -96,7 +96,27 @@ def stage_states(job: Job, *, transposed_weights: bool = True) -> list[StageStat
         transposed_weights: as for `weight_cost`: the device needs 8-bit weights of the per-tensor
             recipes in two orientations.
     """
-    return [_states(job, stage, transposed_weights) for stage in range(job.layout.pp)]
+    known: dict[Hashable, StageStates] = {}
+    found = []
+    for stage in range(job.layout.pp):
+        kind = _kind_of_stage(job, stage)
+        if kind not in known:
+            known[kind] = _states(job, stage, transposed_weights)
+        found.append(known[kind])
+    return found
+
+
+def _kind_of_stage(job: Job, stage: int) -> Hashable:
+    """By what the states of stages differ."""
+    model = job.model
+    chunks = (
+        (
+            tuple((model.moe_layers[n], n in (0, model.layers - 1)) for n in chunk.layers),
+            (chunk.embedding, chunk.mtp_layers, chunk.loss),
+        )
+        for chunk in job.pipeline.stages[stage]
+    )
+    return stage == 0, tuple(chunks)
 
 
 def state_bytes(
