@@ -32,6 +32,7 @@ MODEL_ARGS=(
     --max-position-embeddings 64
     --position-embedding-type rope
     --rope-type rope
+    --no-rope-fusion
     --normalization RMSNorm
     --swiglu
     --disable-bias-linear
