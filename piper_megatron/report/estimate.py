@@ -78,7 +78,7 @@ def _headlines(estimate: Estimate, job: Job, platform: str) -> list[str]:
         f"{estimate.parameters.active / 1e9:,.2f}B active",
         f"{count(layout.world, 'rank')} of {platform}: {', '.join(sizes)}; "
         f"{batch.global_batch:,} sequences of {batch.seq:,} tokens, "
-        f"{count(job.sizes.micro_batches, 'micro-batch').replace('batchs', 'batches')} of "
+        f"{count(int(job.sizes.micro_batches), 'micro-batch')} of "
         f"{batch.micro_batch}",
     ]
 

@@ -50,8 +50,9 @@ def fold(numbers: Iterable[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """1 node, 2 nodes, 9,408 nodes."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """1 node, 2 nodes, 9,408 nodes, 2 batches."""
+    ending = "es" if noun.endswith(("ch", "x", "s")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def percent(share: float) -> str:

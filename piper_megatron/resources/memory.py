@@ -101,7 +101,7 @@ class _StageMemory:
         self._schedule = schedule
         self._stage = stage
         self._states = states
-        self._buffers_bytes = sum(stage_buffers(job, stage).values())
+        self._buffers_bytes = float(sum(stage_buffers(job, stage).values()))
         self._chunks = chunks
         self._vpp = len(chunks)
         self._kept_bytes = np.array([float(chunk.total) for chunk in self._chunks])
