@@ -97,7 +97,8 @@ def _memory_table(stages: Sequence[StageMemory]) -> Table:
 def _time_table(parts: Mapping[str, float], step_s: float) -> Table:
     shown = table("part of the step", "time", "share")
     for name, spent in parts.items():
-        shown.add_row(name, seconds(spent), percent(spent / step_s))
+        if spent:
+            shown.add_row(name, seconds(spent), percent(spent / step_s))
     return shown
 
 
