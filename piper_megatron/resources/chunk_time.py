@@ -106,8 +106,10 @@ class ChunkClock:
             exact = training.first_last_layers_bf16 and layer in (0, model.layers - 1)
             yield model.moe_layers[layer], windowed, exact, place >= spared_from
         for _ in range(chunk.mtp_layers):
+            # a stage without decoder layers has none to copy (megatron/training/models/gpt.py:404)
+            moe = model.mtp_moe if chunk.layers else model.experts is not None
             windowed = bool(model.attention.windowed) and model.attention.windowed[-1]
-            yield model.mtp_moe, windowed, False, False
+            yield moe, windowed, False, False
 
     def _layer(self, moe: bool, windowed: bool, exact: bool, spared: bool) -> LayerTime:
         key = (moe, windowed, exact, spared)

@@ -166,13 +166,17 @@ def stage_tensors(
 
 def parameter_counts(job: Job) -> list[list[ParameterCount]]:
     """Parameters on one rank of every stage, [PP][VPP]; all ranks of a stage hold as many."""
-    return [
-        [
-            count(_chunk_tensors(job.model, job.training, job.sizes, chunk), sizes=job.sizes)
-            for chunk in stage
-        ]
-        for stage in job.pipeline.stages
-    ]
+    known: dict[object, ParameterCount] = {}
+
+    def counted(chunk: Chunk) -> ParameterCount:
+        kinds = tuple(job.model.moe_layers[layer] for layer in chunk.layers)
+        alike = replace(chunk, layers=()), kinds, job.model.layers - 1 in chunk.layers
+        if alike not in known:
+            tensors = _chunk_tensors(job.model, job.training, job.sizes, chunk)
+            known[alike] = count(tensors, sizes=job.sizes)
+        return known[alike]
+
+    return [[counted(chunk) for chunk in stage] for stage in job.pipeline.stages]
 
 
 def count(tensors: Iterable[Tensor], sizes: Sizes) -> ParameterCount:
