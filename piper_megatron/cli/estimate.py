@@ -21,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--imbalance",
-        metavar="X",
+        metavar="X|FILE",
         default="1.0",
-        help="rows of the most loaded expert rank over the mean; 1.0 is balanced (default)",
+        help="rows of the most loaded expert rank over the mean, 1.0 is balanced (default); or a "
+        "routing trace: one JSON array a line, rows by expert of one layer",
     )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the pipeline and the memory of its stages (png, pdf)"
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(arguments.values, gpus)
     if args.model is not None:
         job = replace(job, model=job.model.model_copy(update={"name": args.model}))
-    imbalance = _imbalance(args.imbalance)
+    imbalance = _imbalance(args.imbalance, job.layout.ep)
     platform.need_accelerator().check_stack(args.stack)
     found = estimate(job, platform, stack=args.stack, imbalance=imbalance)
     if args.plot is not None:
@@ -60,11 +61,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _imbalance(text: str) -> float:
+def _imbalance(text: str, ep: int) -> float:
+    from piper_megatron.resources.imbalance import imbalance_of_trace
+
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
+        return imbalance_of_trace(Path(text), ep)
     if not 1 <= value < float("inf"):
         raise WorkloadError(f"--imbalance takes a number from 1.0 (balanced) on, got '{text}'")
     return value
