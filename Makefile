@@ -1,6 +1,6 @@
 # make demo: train a small DeepSeek-style model on a 2x4 grid on this machine's CPU
 # make test: lint, types and the test suite
-# make bench: the cluster lab and the scale benchmark (the lab needs root)
+# make bench: the scale and speed benchmarks and the cluster lab (the lab needs root)
 
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
@@ -26,6 +26,7 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/placement_scale.py
+	$(BIN)/python benchmarks/model_speed.py
 	$(BIN)/python benchmarks/grid_placement.py
 
 .venv/ready: pyproject.toml constraints.txt
