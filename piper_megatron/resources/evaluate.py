@@ -68,7 +68,9 @@ def evaluate(
 
     Args:
         model: what is trained.
-        training: settings that all layouts share.
+        training: settings that all layouts share; `microbatch_group_size_per_vp_stage` None stands
+            for each layout's PP, and what only matters beyond a size of 1 (sequence parallelism,
+            overlapped p2p) does nothing at 1.
         sizes: arrays [layouts]; what all share may be a number.
         platform: whose curves hold; it must have an accelerator.
         stack: name or description of the software, see `Accelerator.stack`.
