@@ -32,8 +32,12 @@ def with_efficiency(platform: Platform, efficiency: float) -> Platform:
     return platform.model_copy(update={"accelerator": accelerator})
 
 
-def efficiency_of(run: Run, measured_s: float) -> float:
-    """The efficiency at which a run is predicted to take as long as it did."""
+def efficiency_of(run: Run, measured_s: float) -> float | None:
+    """The efficiency at which a run is predicted to take as long as it did.
+
+    None where no efficiency of kernels explains it: the host, the network or what is not published
+    of the run decides its time.
+    """
     platform = load_platform(run.platform)
     assert run.ranks is not None
     job = job_of(read_arguments(run.megatron_args).values, run.ranks)
@@ -43,6 +47,8 @@ def efficiency_of(run: Run, measured_s: float) -> float:
         for each in EFFICIENCIES
     ]
     # steps fall as the efficiency grows
+    if not steps[-1] < measured_s < steps[0]:
+        return None
     return exp(np.interp(-log(measured_s), -np.log(steps), np.log(EFFICIENCIES)))
 
 
@@ -61,7 +67,8 @@ def main(names: list[str]) -> None:
     for timed in replay(runs.values()).timed:
         if not names or timed.platform in names:
             efficiency = efficiency_of(runs[timed.run], timed.measured_s)
-            found[timed.platform][timed.stack].append((timed.family, efficiency))
+            if efficiency is not None:
+                found[timed.platform][timed.stack].append((timed.family, efficiency))
     for platform, stacks in found.items():
         centre = by_family([each for stack in stacks.values() for each in stack])
         print(f"{platform:14} {'(default)':12} {exp(centre):.2f}")
