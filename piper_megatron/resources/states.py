@@ -75,12 +75,10 @@ class StageStates(StateBytes):
     Attributes:
         router_bytes: counters and biases of routers, which are no parameters.
         load_peak_bytes: needed beyond the resident bytes while the model and its buffers are built.
-        weight_gradient_bytes: the largest gradient that autograd makes before a buffer takes it.
     """
 
     router_bytes: int
     load_peak_bytes: int
-    weight_gradient_bytes: int
 
     @property
     def resident_bytes(self) -> Number:
@@ -249,7 +247,6 @@ def _states(job: Job, stage: int, transposed: bool) -> StageStates:
         **parts,
         router_bytes=_router_bytes(job, stage),
         load_peak_bytes=load,
-        weight_gradient_bytes=_largest_gradient(job.training, tensors),
     )
 
 
@@ -304,15 +301,3 @@ def _router_bytes(job: Job, stage: int) -> int:
         if chunk.mtp_layers and model.mtp_moe:
             routers += 1 if model.mtp_repeated else chunk.mtp_layers
     return routers * router_bytes(model, job.training) if routers else 0
-
-
-def _largest_gradient(training: TrainingSpec, tensors: list[Tensor]) -> int:
-    """A linear layer's kernel adds to the buffer itself, an embedding's never does."""
-    return training.element_bytes * max(
-        (
-            int(tensor.elements)
-            for tensor in tensors
-            if not training.gradient_accumulation_fusion or "embeddings.weight" in tensor.name
-        ),
-        default=0,
-    )

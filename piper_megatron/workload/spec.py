@@ -222,12 +222,9 @@ class TrainingSpec(StrictModel):
     optimizer_offload_fraction: float = Field(default=1.0, ge=0, le=1)
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    align_param_gather: bool = True
     ddp_bucket_size: PositiveInt | None = None
     ddp_num_buckets: PositiveInt | None = None
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
-    ddp_average_in_collective: bool = False
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
     gradient_accumulation_fusion: bool = True
     fsdp: Literal["megatron", "torch"] | None = None
     data_parallel_sharding_strategy: str = "no_shard"
@@ -246,7 +243,6 @@ class TrainingSpec(StrictModel):
         "transformer_engine"
     )
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    use_flash_attn: bool = False
     masked_softmax_fusion: bool = True
     attention_softmax_in_fp32: bool = False
     bias_activation_fusion: bool = True
@@ -259,7 +255,6 @@ class TrainingSpec(StrictModel):
     hidden_dropout: float = 0.1
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
     cuda_graph_scope: tuple[str, ...] = ()
-    deterministic_mode: bool = False
 
     dispatcher: Literal[
         "allgather", "alltoall", "flex", "flat", "2dh", "halo", "rail", "rbd", "auto"
@@ -274,9 +269,7 @@ class TrainingSpec(StrictModel):
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     moe_router_padding_for_quantization: bool = False
     moe_apply_probs_on_input: bool = False
-    moe_router_force_load_balancing: bool = False
     moe_expert_rank_capacity_factor: PositiveFloat | None = None
-    moe_paged_stash: bool = False
 
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
