@@ -202,3 +202,8 @@ def test_the_documentation_names_every_key_of_an_accelerator():
         keys = getattr(field.annotation, "model_fields", {})
         for key in set(keys) - set(Stated.model_fields):
             assert f"`{key}`" in DOCUMENTATION, f"{group}.{key}"
+
+
+@pytest.mark.parametrize(("name", "transposes"), [("dgx-h100", True), ("dgx-b200", False)])
+def test_8_bit_weights_in_two_orientations(name, transposes):
+    assert load_platform(name).need_accelerator().transposes_8_bit is transposes

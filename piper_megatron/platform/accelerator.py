@@ -257,6 +257,15 @@ class Accelerator(StrictModel):
             )
         return tflops * 1e12
 
+    @property
+    def transposes_8_bit(self) -> bool:
+        """Whether 8-bit products take one orientation alone, so that weights exist in two.
+
+        So it is before the generation that brought 4-bit formats (Transformer Engine:
+        `is_non_tn_fp8_gemm_supported`).
+        """
+        return self.tflops.fp4 is None
+
     def evidence(self) -> dict[str, str]:
         """Evidence label of each group of numbers."""
         labels: dict[str, str] = {}

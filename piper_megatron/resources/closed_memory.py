@@ -108,6 +108,8 @@ def stage_peak_bytes(
     held: StageLayers,
     tensors: Sequence[Tensor],
     pieces: Pieces,
+    *,
+    transposed_weights: bool,
 ) -> Number:
     """Peak of what torch allocates on a rank of a stage.
 
@@ -119,8 +121,9 @@ def stage_peak_bytes(
         held: what the stage holds.
         tensors: its parameters.
         pieces: activations for these layouts.
+        transposed_weights: as for `state_bytes`.
     """
-    states = state_bytes(model, training, sizes, tensors)
+    states = state_bytes(model, training, sizes, tensors, transposed_weights=transposed_weights)
     resident = states.resident_bytes + np.where(
         held.last == 1, pieces.buffers[True], pieces.buffers[False]
     )

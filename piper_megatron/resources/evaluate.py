@@ -103,7 +103,16 @@ def evaluate(
             loss=held.last,
         )
         parameters = count(tensors, sizes)
-        peak = stage_peak_bytes(model, training, sizes, stage, held, tensors, activations)
+        peak = stage_peak_bytes(
+            model,
+            training,
+            sizes,
+            stage,
+            held,
+            tensors,
+            activations,
+            transposed_weights=accelerator.transposes_8_bit,
+        )
         peak_bytes = np.maximum(peak_bytes, peak)
         update_s = np.maximum(update_s, update_seconds(training, sizes, machine, parameters))
         spared = spared_share(training, sizes, held)

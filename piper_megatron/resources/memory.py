@@ -74,7 +74,9 @@ def memory(job: Job, platform: Platform, imbalance: float = 1.0) -> Memory:
     ]
     stages = tuple(
         _StageMemory(job, schedule, stage, states, chunks[stage]).report(device.overheads)
-        for stage, states in enumerate(stage_states(job))
+        for stage, states in enumerate(
+            stage_states(job, transposed_weights=device.transposes_8_bit)
+        )
     )
     worst = max(stages, key=lambda stage: stage.peak_gib)
     return Memory(
