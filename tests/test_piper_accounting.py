@@ -31,7 +31,7 @@ SUPER_64 = model_of(7168, 2560, 256, 8, 64)
 
 
 def m10b(experts: int) -> ModelSpec:
-    return model_of(5120, 20480, experts, 2, 32)
+    return model_of(5120, 20480, experts, min(experts, 2), 32)
 
 
 def gigabytes(model: ModelSpec, pp: int, ep: int, tokens: int) -> tuple[float, float]:
