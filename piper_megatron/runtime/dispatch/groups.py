@@ -1,0 +1,102 @@
+"""An expert group on its nodes: who sits beside whom, and the groups of each hop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """An expert group of M nodes with g members on each.
+
+    Attributes:
+        ep: the expert group.
+        node: members on this rank's node, in group order.
+        rail: members with this rank's index on their node, one per node, in the order of nodes.
+        members: [M][g] ranks within `ep`.
+    """
+
+    ep: dist.ProcessGroup
+    node: dist.ProcessGroup
+    rail: dist.ProcessGroup
+    members: tuple[tuple[int, ...], ...]
+
+    @property
+    def nodes(self) -> int:
+        """M."""
+        return len(self.members)
+
+    @property
+    def per_node(self) -> int:
+        """g."""
+        return len(self.members[0])
+
+    @property
+    def node_index(self) -> int:
+        """Row of this rank in `members`."""
+        return self.rail.rank()
+
+    @property
+    def local_index(self) -> int:
+        """Column of this rank in `members`."""
+        return self.node.rank()
+
+    @property
+    def flat_members(self) -> tuple[int, ...]:
+        """[M g] ranks within `ep`, node by node."""
+        return tuple(chain.from_iterable(self.members))
+
+
+def members_by_node(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
+    """Members of a group, node by node in order of appearance; None when nodes hold unequal shares.
+
+    Args:
+        hosts: of every member, in group order.
+    """
+    by_host: dict[str, list[int]] = {}
+    for member, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(member)
+    if len({len(members) for members in by_host.values()}) != 1:
+        return None
+    return tuple(map(tuple, by_host.values()))
+
+
+def split_group(
+    ep: dist.ProcessGroup, hosts: Sequence[str], timeout: timedelta
+) -> ExpertGroups | None:
+    """Makes the node groups and rail groups of one expert group; collective over its members.
+
+    Args:
+        ep: the expert group.
+        hosts: of every member, in group order; the same on all members.
+        timeout: of the job; an unset one would fall back to torch's default.
+
+    Returns:
+        None when the nodes hold unequal shares of the group.
+    """
+    members = members_by_node(hosts)
+    if members is None:
+        return None
+    rails = list(zip(*members, strict=True))
+    return ExpertGroups(
+        ep=ep,
+        node=_own_part(ep, members, "EXPERT_NODE_GROUP", timeout),
+        rail=_own_part(ep, rails, "EXPERT_RAIL_GROUP", timeout),
+        members=members,
+    )
+
+
+def _own_part(
+    ep: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    world_ranks = dist.get_process_group_ranks(ep)
+    mine = next(part for part in parts if ep.rank() in part)
+    return dist.new_group(
+        [world_ranks[member] for member in mine],
+        timeout=timeout,
+        use_local_synchronization=True,
+        group_desc=name,
+    )

@@ -1,0 +1,313 @@
+"""What the dispatcher sends: counted on every rank, summed and logged at Megatron's log interval.
+
+Each layer's exchange counts into the layer's `LayerRecorder`, from numbers that the host knows
+anyway, and marks the hops with events that nobody waits for before the log interval. Without
+`--piper-dispatcher-stats` there are no recorders.
+"""
+
+import json
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+FILE_NAME = "piper_dispatcher_stats.jsonl"
+DIRECTIONS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+HOPS = ("flat", "node", "rail", "pilot")
+# of one hop in one direction; sums over the hops that ran since the last logged iteration
+CALLS, ROWS, BYTES, MESSAGES, MS, FIELDS = 0, 1, 3, 5, 7, 8  # ROWS..MESSAGES: in node, then between
+
+
+@dataclass(frozen=True)
+class HopStatistics:
+    """One hop in one direction: sums of an iteration over the ranks that hold the layer.
+
+    Attributes:
+        direction: one of `DIRECTIONS`.
+        hop: one of `HOPS`.
+        calls: how often a rank ran the hop; a micro-batch is one, its recomputation another.
+        rows_in_node: rows sent to other ranks of the sender's node.
+        rows_between_nodes: rows sent to ranks of other nodes.
+        bytes_in_node: what those rows and what travels with them take; rows to oneself do not count.
+        bytes_between_nodes: the same, to other nodes.
+        messages_in_node: messages to other ranks of the sender's node.
+        messages_between_nodes: messages to ranks of other nodes.
+        ms_mean: milliseconds in the hop, mean of the ranks.
+        ms_max: of the slowest rank.
+    """
+
+    direction: str
+    hop: str
+    calls: float
+    rows_in_node: float
+    rows_between_nodes: float
+    bytes_in_node: float
+    bytes_between_nodes: float
+    messages_in_node: float
+    messages_between_nodes: float
+    ms_mean: float
+    ms_max: float
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """One layer: sums of an iteration over the ranks that hold it.
+
+    Attributes:
+        layer: Megatron's number, from 1 over the whole model; `mtp_1`, ... for MTP layers.
+        algorithm: what the last rank's group runs.
+        ranks: how many hold the layer.
+        routed_rows_between_nodes: (token, expert) pairs whose expert is on another node.
+        redundancy_removed: share of them that dispatch does not send between nodes; None without
+            any.
+        hops: what ran.
+    """
+
+    layer: str
+    algorithm: str
+    ranks: int
+    routed_rows_between_nodes: float
+    redundancy_removed: float | None
+    hops: tuple[HopStatistics, ...]
+
+
+class LayerRecorder:
+    """Counts what one rank sends for one layer. Evaluation is left out."""
+
+    def __init__(self, layer: Any, algorithm: str) -> None:
+        """Args:
+        layer: Megatron's MoELayer; its number is read late, since Megatron sets it late.
+        algorithm: what the layer's exchange runs.
+        """
+        self.algorithm = algorithm
+        # [direction, hop, field]
+        self.sums = np.zeros((len(DIRECTIONS), len(HOPS), FIELDS))
+        self.routed_rows_between_nodes = 0
+        self._layer = layer
+        self._stopwatch = _Stopwatch()
+        _recorders.add(self)
+
+    @property
+    def label(self) -> str:
+        """The layer's name in the log."""
+        number = str(self._layer.layer_number)
+        return f"mtp_{number}" if self._layer.is_mtp_layer else number
+
+    def record_routed(self, rows_between_nodes: int) -> None:
+        """Counts the (token, expert) pairs of a dispatch whose expert is on another node."""
+        if self._layer.training:
+            self.routed_rows_between_nodes += rows_between_nodes
+
+    def record(
+        self,
+        direction: str,
+        hop: str,
+        rows: int,
+        size_bytes: int,
+        messages: int,
+        between_nodes: bool,
+    ) -> None:
+        """Counts what a hop sends to other ranks at one network level.
+
+        Args:
+            direction: one of `DIRECTIONS`.
+            hop: one of `HOPS`.
+            rows: rows of hidden states or of their gradients.
+            size_bytes: of the rows and of what travels with them.
+            messages: receivers.
+            between_nodes: whether the receivers are on other nodes than this rank.
+        """
+        if self._layer.training:
+            sums = self._sums(direction, hop)
+            sums[ROWS + between_nodes] += rows
+            sums[BYTES + between_nodes] += size_bytes
+            sums[MESSAGES + between_nodes] += messages
+
+    @contextmanager
+    def timed(self, direction: str, hop: str) -> Iterator[None]:
+        """Counts a call of a hop and its time on the current stream, start to end."""
+        if not self._layer.training:
+            yield
+            return
+        sums = self._sums(direction, hop)
+        sums[CALLS] += 1
+        with self._stopwatch.span(sums[MS : MS + 1]):
+            yield
+
+    def take(self) -> np.ndarray:
+        """The sums, then the routed rows, in one array; counting starts anew.
+
+        Waits for the device to pass the last event.
+        """
+        self._stopwatch.finish()
+        taken = np.append(self.sums.ravel(), self.routed_rows_between_nodes)
+        self.sums[:] = 0
+        self.routed_rows_between_nodes = 0
+        return taken
+
+    def _sums(self, direction: str, hop: str) -> np.ndarray:
+        return self.sums[DIRECTIONS.index(direction), HOPS.index(hop)]
+
+
+class _Stopwatch:
+    """Times spans on the device's clock; on the CPU backend its stand-in reads the host's.
+
+    Events are read when the device has passed them and then used again, so a long log interval
+    neither waits nor piles up events.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, np.ndarray]] = deque()
+
+    @contextmanager
+    def span(self, sum_ms: np.ndarray) -> Iterator[None]:
+        """Adds the time between enter and exit to `sum_ms` [1], some time later."""
+        start, end = self._idle.pop() if self._idle else (_event(), _event())
+        start.record()
+        yield
+        end.record()
+        self._running.append((start, end, sum_ms))
+        while self._running and self._running[0][1].query():
+            self._read_oldest()
+
+    def finish(self) -> None:
+        """Waits for all spans."""
+        while self._running:
+            self._running[0][1].synchronize()
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        start, end, sum_ms = self._running.popleft()
+        sum_ms += start.elapsed_time(end)
+        self._idle.append((start, end))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+# the dispatchers own the recorders
+_recorders: "weakref.WeakSet[LayerRecorder]" = weakref.WeakSet()
+_iterations = 0
+
+
+def log_iteration(iteration: int) -> None:
+    """Logs the interval that ends with an iteration, if one does; to be called after each.
+
+    Collective over all ranks at the log interval.
+    """
+    global _iterations
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args = get_args()
+    if args.piper_dispatcher_stats is None:
+        return
+    _iterations += 1
+    if iteration % args.log_interval:
+        return
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    layers = summarize(stage, _iterations)
+    _iterations = 0
+    stages = _gather_on_last_rank(layers, parallel_state.get_pipeline_model_parallel_group())
+    if stages is not None:
+        _write(iteration, [layer for stage_layers in stages for layer in stage_layers], args)
+
+
+def summarize(stage: dist.ProcessGroup, iterations: int) -> list[LayerStatistics]:
+    """Statistics of this process's layers; counting starts anew. Collective over the group.
+
+    Args:
+        stage: the ranks that hold the same layers.
+        iterations: how many went by since the last call.
+    """
+    recorders = sorted(_recorders, key=lambda recorder: recorder.label)
+    if not recorders:
+        return []
+    taken = np.stack([recorder.take() for recorder in recorders]) / iterations
+    total = torch.from_numpy(taken).to("cuda")
+    most = total.clone()
+    dist.all_reduce(total, group=stage)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=stage)
+    return [
+        _layer_statistics(recorder, *sums, stage.size())
+        for recorder, *sums in zip(recorders, total.cpu().numpy(), most.cpu().numpy(), strict=True)
+    ]
+
+
+def _layer_statistics(
+    recorder: LayerRecorder, total: np.ndarray, most: np.ndarray, ranks: int
+) -> LayerStatistics:
+    routed, total, most = total[-1], total[:-1], most[:-1]
+    shape = recorder.sums.shape
+    hops = tuple(
+        HopStatistics(
+            direction,
+            hop,
+            float(sums[CALLS]) / ranks,
+            *map(float, sums[ROWS:MS]),
+            ms_mean=float(sums[MS]) / ranks,
+            ms_max=float(maxima[MS]),
+        )
+        for direction, sums_of_hops, maxima_of_hops in zip(
+            DIRECTIONS, total.reshape(shape), most.reshape(shape), strict=True
+        )
+        for hop, sums, maxima in zip(HOPS, sums_of_hops, maxima_of_hops, strict=True)
+        if sums[CALLS]
+    )
+    sent = sum(hop.rows_between_nodes for hop in hops if hop.direction == "dispatch")
+    return LayerStatistics(
+        recorder.label,
+        recorder.algorithm,
+        ranks,
+        float(routed),
+        float(1 - sent / routed) if routed else None,
+        hops,
+    )
+
+
+def _gather_on_last_rank(
+    layers: list[LayerStatistics], pipeline: dist.ProcessGroup
+) -> list[list[LayerStatistics]] | None:
+    """Layers of all stages, on the last rank of the job, which has Megatron's writers."""
+    last = dist.get_world_size() - 1
+    if last not in dist.get_process_group_ranks(pipeline):
+        return None
+    is_last = dist.get_rank() == last
+    stages: list[Any] | None = [None] * pipeline.size() if is_last else None
+    dist.gather_object(layers, stages, dst=last, group=pipeline)
+    return stages
+
+
+def _write(iteration: int, layers: list[LayerStatistics], args: Any) -> None:
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    folder = Path(args.save or args.tensorboard_dir or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE_NAME).open("a") as file:
+        for layer in layers:
+            print(json.dumps({"iteration": iteration, **asdict(layer)}), file=file)
+    named = dict(pair for layer in layers for pair in _scalars(layer))
+    if (writer := get_tensorboard_writer()) is not None:
+        for name, value in named.items():
+            writer.add_scalar(name, value, iteration)
+    if (wandb_writer := get_wandb_writer()) is not None:
+        wandb_writer.log(named, iteration)
+
+
+def _scalars(layer: LayerStatistics) -> Iterator[tuple[str, float]]:
+    prefix = f"piper_dispatcher/layer_{layer.layer}"
+    if layer.redundancy_removed is not None:
+        yield f"{prefix}/redundancy_removed", layer.redundancy_removed
+    for hop in layer.hops:
+        for name, value in asdict(hop).items():
+            if not isinstance(value, str):
+                yield f"{prefix}/{hop.direction}/{hop.hop}/{name}", value

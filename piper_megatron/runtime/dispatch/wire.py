@@ -1,0 +1,140 @@
+"""The two ways that rows travel: one collective, or messages between pairs of ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+class TransferError(RuntimeError):
+    """A hop of the token dispatcher failed; the message names layer, hop and peers."""
+
+
+class Segment(NamedTuple):
+    """Rows [start, stop) of a buffer that go to, or come from, a rank of the hop's group."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+class Transfer:
+    """Messages under way."""
+
+    def __init__(self, hop: "Hop", works: list[dist.Work], peers: Sequence[int]) -> None:
+        self._hop, self._works, self._peers = hop, works, peers
+
+    def wait(self) -> None:
+        """Returns when the received rows are there; on a GPU, for what is queued after it."""
+        with self._hop.named(self._peers):
+            for work in self._works:
+                work.wait()
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One leg of the way, over one group.
+
+    Attributes:
+        name: for messages.
+        group: ranks that it joins.
+        where: whose rows these are, for messages.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    where: Callable[[], str]
+
+    def all_to_all(
+        self, rows: torch.Tensor, sent: np.ndarray, received: np.ndarray
+    ) -> torch.Tensor:
+        """One uneven all-to-all.
+
+        RCCL hangs on a rank that sends or receives nothing at all; such a rank sends itself a row.
+
+        Args:
+            rows: [sum of sent, ...], ordered by rank of the group.
+            sent: rows for each rank.
+            received: rows from each rank.
+        """
+        if self.group.size() == 1:
+            return rows
+        me = self.group.rank()
+        guarded = not sent.sum() or not received.sum()
+        if guarded:
+            own = np.arange(self.group.size()) == me
+            place = int(sent[:me].sum())
+            guard = rows.new_zeros(1, *rows.shape[1:])
+            rows = torch.cat([rows[:place], guard, rows[place:]])
+            sent, received = sent + own, received + own
+        result = rows.new_empty(int(received.sum()), *rows.shape[1:])
+        with self.named(np.flatnonzero(received)):
+            # asynchronous: on a GPU it then runs on the group's own stream
+            dist.all_to_all_single(
+                result,
+                rows.contiguous(),
+                output_split_sizes=received.tolist(),
+                input_split_sizes=sent.tolist(),
+                group=self.group,
+                async_op=True,
+            ).wait()
+        if guarded:
+            place = int(received[:me].sum())
+            result = torch.cat([result[:place], result[place + 1 :]])
+        return result
+
+    def post(
+        self,
+        source: torch.Tensor,
+        sends: Sequence[Segment],
+        target: torch.Tensor,
+        receives: Sequence[Segment],
+        tag: int,
+    ) -> Transfer:
+        """Starts messages between pairs of ranks; nothing is sent for an empty segment.
+
+        Args:
+            source: rows that `sends` cut.
+            sends: segments in the order in which they start.
+            target: rows that `receives` cut.
+            receives: as many for a peer, in the same order, as that peer sends.
+            tag: tells this batch from others under way between the same ranks.
+        """
+        me = self.group.rank()
+        for kept, place in zip(_of(sends, me), _of(receives, me), strict=True):
+            target[place.start : place.stop] = source[kept.start : kept.stop]
+        operations = [
+            dist.P2POp(kind, rows[s.start : s.stop], group=self.group, tag=tag, group_peer=s.peer)
+            for kind, rows, segments in (
+                (dist.isend, source, sends),
+                (dist.irecv, target, receives),
+            )
+            for s in segments
+            if s.peer != me and s.stop > s.start
+        ]
+        peers = sorted({s.peer for s in receives if s.peer != me and s.stop > s.start})
+        with self.named(peers):
+            return Transfer(
+                self, dist.batch_isend_irecv(operations) if operations else [], peers
+            )
+
+    @contextmanager
+    def named(self, peers: Sequence[int]) -> Iterator[None]:
+        """Says in an error of the backend which hop of which layer waited for whom."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self.group)
+            waited = ", ".join(str(ranks[peer]) for peer in peers) or "none"
+            raise TransferError(
+                f"token dispatcher, {self.where()}, hop {self.name}: rank {dist.get_rank()} "
+                f"waited for ranks {waited}: {error}"
+            ) from error
+
+
+def _of(segments: Sequence[Segment], peer: int) -> list[Segment]:
+    return [s for s in segments if s.peer == peer and s.stop > s.start]
