@@ -33,9 +33,9 @@ class HopStatistics:
         direction: one of `DIRECTIONS`.
         hop: one of `HOPS`.
         calls: how often a rank ran the hop; a micro-batch is one, its recomputation another.
-        rows_in_node: rows sent to other ranks of the sender's node.
+        rows_in_node: rows sent to other ranks of the sender's node; its own rows do not count.
         rows_between_nodes: rows sent to ranks of other nodes.
-        bytes_in_node: what those rows and what travels with them take; rows to oneself do not count.
+        bytes_in_node: of the rows sent inside the node and of what travels with them.
         bytes_between_nodes: the same, to other nodes.
         messages_in_node: messages to other ranks of the sender's node.
         messages_between_nodes: messages to ranks of other nodes.
@@ -95,10 +95,15 @@ class LayerRecorder:
         _recorders.add(self)
 
     @property
+    def place(self) -> tuple[bool, int]:
+        """Sorts layers as the model runs them: whether it is an MTP layer, then its number."""
+        return self._layer.is_mtp_layer, self._layer.layer_number
+
+    @property
     def label(self) -> str:
         """The layer's name in the log."""
-        number = str(self._layer.layer_number)
-        return f"mtp_{number}" if self._layer.is_mtp_layer else number
+        is_mtp_layer, number = self.place
+        return f"mtp_{number}" if is_mtp_layer else str(number)
 
     def record_routed(self, rows_between_nodes: int) -> None:
         """Counts the (token, expert) pairs of a dispatch whose expert is on another node."""
@@ -229,7 +234,7 @@ def summarize(stage: dist.ProcessGroup, iterations: int) -> list[LayerStatistics
         stage: the ranks that hold the same layers.
         iterations: how many went by since the last call.
     """
-    recorders = sorted(_recorders, key=lambda recorder: recorder.label)
+    recorders = sorted(_recorders, key=lambda recorder: recorder.place)
     if not recorders:
         return []
     taken = np.stack([recorder.take() for recorder in recorders]) / iterations
@@ -238,39 +243,50 @@ def summarize(stage: dist.ProcessGroup, iterations: int) -> list[LayerStatistics
     dist.all_reduce(total, group=stage)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=stage)
     return [
-        _layer_statistics(recorder, *sums, stage.size())
-        for recorder, *sums in zip(recorders, total.cpu().numpy(), most.cpu().numpy(), strict=True)
+        _layer_statistics(recorder, *sums, ranks=stage.size())
+        for recorder, sums in zip(
+            recorders, zip(total.cpu().numpy(), most.cpu().numpy(), strict=True), strict=True
+        )
     ]
 
 
 def _layer_statistics(
     recorder: LayerRecorder, total: np.ndarray, most: np.ndarray, ranks: int
 ) -> LayerStatistics:
-    routed, total, most = total[-1], total[:-1], most[:-1]
     shape = recorder.sums.shape
     hops = tuple(
-        HopStatistics(
-            direction,
-            hop,
-            float(sums[CALLS]) / ranks,
-            *map(float, sums[ROWS:MS]),
-            ms_mean=float(sums[MS]) / ranks,
-            ms_max=float(maxima[MS]),
-        )
-        for direction, sums_of_hops, maxima_of_hops in zip(
-            DIRECTIONS, total.reshape(shape), most.reshape(shape), strict=True
-        )
-        for hop, sums, maxima in zip(HOPS, sums_of_hops, maxima_of_hops, strict=True)
-        if sums[CALLS]
+        _hop_statistics(DIRECTIONS[d], HOPS[h], total[:-1].reshape(shape)[d, h], ranks, slowest_ms)
+        for (d, h), slowest_ms in np.ndenumerate(most[:-1].reshape(shape)[..., MS])
+        if total[:-1].reshape(shape)[d, h, CALLS]
     )
+    routed = float(total[-1])
     sent = sum(hop.rows_between_nodes for hop in hops if hop.direction == "dispatch")
     return LayerStatistics(
-        recorder.label,
-        recorder.algorithm,
-        ranks,
-        float(routed),
-        float(1 - sent / routed) if routed else None,
-        hops,
+        layer=recorder.label,
+        algorithm=recorder.algorithm,
+        ranks=ranks,
+        routed_rows_between_nodes=routed,
+        redundancy_removed=1 - sent / routed if routed else None,
+        hops=hops,
+    )
+
+
+def _hop_statistics(
+    direction: str, hop: str, total: np.ndarray, ranks: int, slowest_ms: float
+) -> HopStatistics:
+    rows, size_bytes, messages = (total[i : i + 2].tolist() for i in (ROWS, BYTES, MESSAGES))
+    return HopStatistics(
+        direction=direction,
+        hop=hop,
+        calls=float(total[CALLS]) / ranks,
+        rows_in_node=rows[0],
+        rows_between_nodes=rows[1],
+        bytes_in_node=size_bytes[0],
+        bytes_between_nodes=size_bytes[1],
+        messages_in_node=messages[0],
+        messages_between_nodes=messages[1],
+        ms_mean=float(total[MS]) / ranks,
+        ms_max=float(slowest_ms),
     )
 
 
