@@ -1,14 +1,14 @@
 """What the dispatcher sends: counted on every rank, summed and logged at Megatron's log interval.
 
-Each layer's exchange counts into the layer's `LayerRecorder`, from numbers that the host knows
-anyway, and marks the hops with events that nobody waits for before the log interval. Without
-`--piper-dispatcher-stats` there are no recorders.
+The hops of a layer's exchange count into the layer's `LayerRecorder`, from numbers that the host
+knows anyway, and mark start and end with events that nobody waits for before the log interval.
+Without `--piper-dispatcher-stats` there are no recorders.
 """
 
 import json
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 FILE_NAME = "piper_dispatcher_stats.jsonl"
 DIRECTIONS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
-HOPS = ("flat", "node", "rail", "pilot")
-# of one hop in one direction; sums over the hops that ran since the last logged iteration
-CALLS, ROWS, BYTES, MESSAGES, MS, FIELDS = 0, 1, 3, 5, 7, 8  # ROWS..MESSAGES: in node, then between
+INSIDE, BETWEEN, WHOLE = "inside the node", "between nodes", "over the expert group"
+HOPS = (BETWEEN, INSIDE, WHOLE)
+# sums since the last logged iteration; of the first three, inside the node and between nodes
+ROWS, BYTES, MESSAGES, MS, FIELDS = 0, 2, 4, 6, 7
 
 
 @dataclass(frozen=True)
@@ -30,22 +31,20 @@ class HopStatistics:
     """One hop in one direction: sums of an iteration over the ranks that hold the layer.
 
     Attributes:
-        direction: one of `DIRECTIONS`.
         hop: one of `HOPS`.
-        calls: how often a rank ran the hop; a micro-batch is one, its recomputation another.
-        rows_in_node: rows sent to other ranks of the sender's node; its own rows do not count.
+        rows_in_node: rows of hidden states, or of their gradients, sent to other ranks of the
+            sender's node; what a rank keeps does not count.
         rows_between_nodes: rows sent to ranks of other nodes.
-        bytes_in_node: of the rows sent inside the node and of what travels with them.
+        bytes_in_node: of the rows, probabilities and routing bits sent inside the node.
         bytes_between_nodes: the same, to other nodes.
         messages_in_node: messages to other ranks of the sender's node.
         messages_between_nodes: messages to ranks of other nodes.
-        ms_mean: milliseconds in the hop, mean of the ranks.
+        ms_mean: milliseconds from the start of the hop's messages to their arrival, mean of the
+            ranks; messages that are under way at once all count.
         ms_max: of the slowest rank.
     """
 
-    direction: str
     hop: str
-    calls: float
     rows_in_node: float
     rows_between_nodes: float
     bytes_in_node: float
@@ -54,6 +53,23 @@ class HopStatistics:
     messages_between_nodes: float
     ms_mean: float
     ms_max: float
+
+
+@dataclass(frozen=True)
+class DirectionStatistics:
+    """One direction of one layer, of an iteration.
+
+    Attributes:
+        direction: one of `DIRECTIONS`.
+        ms_mean: milliseconds from start to end, mean of the ranks.
+        ms_max: of the slowest rank.
+        hops: what ran.
+    """
+
+    direction: str
+    ms_mean: float
+    ms_max: float
+    hops: tuple[HopStatistics, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ class LayerStatistics:
         routed_rows_between_nodes: (token, expert) pairs whose expert is on another node.
         redundancy_removed: share of them that dispatch does not send between nodes; None without
             any.
-        hops: what ran.
+        directions: what ran.
     """
 
     layer: str
@@ -75,7 +91,10 @@ class LayerStatistics:
     ranks: int
     routed_rows_between_nodes: float
     redundancy_removed: float | None
-    hops: tuple[HopStatistics, ...]
+    directions: tuple[DirectionStatistics, ...]
+
+
+Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LayerRecorder:
@@ -87,10 +106,11 @@ class LayerRecorder:
         algorithm: what the layer's exchange runs.
         """
         self.algorithm = algorithm
-        # [direction, hop, field]
-        self.sums = np.zeros((len(DIRECTIONS), len(HOPS), FIELDS))
+        # [direction, whole and hops, field]
+        self.sums = np.zeros((len(DIRECTIONS), 1 + len(HOPS), FIELDS))
         self.routed_rows_between_nodes = 0
         self._layer = layer
+        self._direction: int | None = None
         self._stopwatch = _Stopwatch()
         _recorders.add(self)
 
@@ -110,41 +130,40 @@ class LayerRecorder:
         if self._layer.training:
             self.routed_rows_between_nodes += rows_between_nodes
 
-    def record(
-        self,
-        direction: str,
-        hop: str,
-        rows: int,
-        size_bytes: int,
-        messages: int,
-        between_nodes: bool,
-    ) -> None:
-        """Counts what a hop sends to other ranks at one network level.
+    def during(self, direction: str, move: Move) -> Move:
+        """A part of an exchange whose hops count for a direction, one of `DIRECTIONS`."""
+
+        def recorded(rows: torch.Tensor) -> torch.Tensor:
+            if not self._layer.training:
+                return move(rows)
+            self._direction = DIRECTIONS.index(direction)
+            try:
+                with self._stopwatch.span(self.sums[self._direction, 0, MS:]):
+                    return move(rows)
+            finally:
+                self._direction = None
+
+        return recorded
+
+    def start(self, hop: str, rows: torch.Tensor, sent: np.ndarray, far: np.ndarray) -> "Stop":
+        """Counts messages of a hop, and times them until what is returned is called.
 
         Args:
-            direction: one of `DIRECTIONS`.
             hop: one of `HOPS`.
-            rows: rows of hidden states or of their gradients.
-            size_bytes: of the rows and of what travels with them.
-            messages: receivers.
-            between_nodes: whether the receivers are on other nodes than this rank.
+            rows: [rows, H] hidden states or their gradients; anything else counts as bytes alone.
+            sent: rows for each other rank of the hop.
+            far: whether each of those ranks is on another node than this one.
         """
-        if self._layer.training:
-            sums = self._sums(direction, hop)
-            sums[ROWS + between_nodes] += rows
-            sums[BYTES + between_nodes] += size_bytes
-            sums[MESSAGES + between_nodes] += messages
-
-    @contextmanager
-    def timed(self, direction: str, hop: str) -> Iterator[None]:
-        """Counts a call of a hop and its time on the current stream, start to end."""
-        if not self._layer.training:
-            yield
-            return
-        sums = self._sums(direction, hop)
-        sums[CALLS] += 1
-        with self._stopwatch.span(sums[MS : MS + 1]):
-            yield
+        if self._direction is None:
+            return _nothing
+        sums = self.sums[self._direction, 1 + HOPS.index(hop)]
+        is_hidden = rows.dim() > 1 and rows.is_floating_point()
+        row_bytes = rows.element_size() * rows[:1].numel() if len(rows) else 0
+        for between, there in enumerate((sent[~far], sent[far])):
+            sums[ROWS + between] += is_hidden * there.sum()
+            sums[BYTES + between] += row_bytes * there.sum()
+            sums[MESSAGES + between] += np.count_nonzero(there)
+        return self._stopwatch.start(sums[MS:])
 
     def take(self) -> np.ndarray:
         """The sums, then the routed rows, in one array; counting starts anew.
@@ -157,8 +176,12 @@ class LayerRecorder:
         self.routed_rows_between_nodes = 0
         return taken
 
-    def _sums(self, direction: str, hop: str) -> np.ndarray:
-        return self.sums[DIRECTIONS.index(direction), HOPS.index(hop)]
+
+Stop = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Ends what was not started."""
 
 
 class _Stopwatch:
@@ -172,16 +195,25 @@ class _Stopwatch:
         self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, np.ndarray]] = deque()
 
+    def start(self, sum_ms: np.ndarray) -> Stop:
+        """Adds the time until what is returned is called to `sum_ms` [1], some time later."""
+        start, end = self._idle.pop() if self._idle else (_event(), _event())
+        start.record()
+
+        def stop() -> None:
+            end.record()
+            self._running.append((start, end, sum_ms))
+            while self._running and self._running[0][1].query():
+                self._read_oldest()
+
+        return stop
+
     @contextmanager
     def span(self, sum_ms: np.ndarray) -> Iterator[None]:
         """Adds the time between enter and exit to `sum_ms` [1], some time later."""
-        start, end = self._idle.pop() if self._idle else (_event(), _event())
-        start.record()
+        stop = self.start(sum_ms)
         yield
-        end.record()
-        self._running.append((start, end, sum_ms))
-        while self._running and self._running[0][1].query():
-            self._read_oldest()
+        stop()
 
     def finish(self) -> None:
         """Waits for all spans."""
@@ -254,31 +286,38 @@ def _layer_statistics(
     recorder: LayerRecorder, total: np.ndarray, most: np.ndarray, ranks: int
 ) -> LayerStatistics:
     shape = recorder.sums.shape
-    hops = tuple(
-        _hop_statistics(DIRECTIONS[d], HOPS[h], total[:-1].reshape(shape)[d, h], ranks, slowest_ms)
-        for (d, h), slowest_ms in np.ndenumerate(most[:-1].reshape(shape)[..., MS])
-        if total[:-1].reshape(shape)[d, h, CALLS]
+    directions = tuple(
+        DirectionStatistics(
+            direction=direction,
+            ms_mean=float(sums[0, MS]) / ranks,
+            ms_max=float(maxima[0, MS]),
+            hops=tuple(
+                _hop_statistics(hop, sums[1 + h], ranks, maxima[1 + h, MS])
+                for h, hop in enumerate(HOPS)
+                if sums[1 + h].any()
+            ),
+        )
+        for direction, sums, maxima in zip(
+            DIRECTIONS, total[:-1].reshape(shape), most[:-1].reshape(shape), strict=True
+        )
+        if sums.any()
     )
     routed = float(total[-1])
-    sent = sum(hop.rows_between_nodes for hop in hops if hop.direction == "dispatch")
+    sent = float(total[:-1].reshape(shape)[0, 1:, ROWS + 1].sum())
     return LayerStatistics(
         layer=recorder.label,
         algorithm=recorder.algorithm,
         ranks=ranks,
         routed_rows_between_nodes=routed,
         redundancy_removed=1 - sent / routed if routed else None,
-        hops=hops,
+        directions=directions,
     )
 
 
-def _hop_statistics(
-    direction: str, hop: str, total: np.ndarray, ranks: int, slowest_ms: float
-) -> HopStatistics:
+def _hop_statistics(hop: str, total: np.ndarray, ranks: int, slowest_ms: float) -> HopStatistics:
     rows, size_bytes, messages = (total[i : i + 2].tolist() for i in (ROWS, BYTES, MESSAGES))
     return HopStatistics(
-        direction=direction,
         hop=hop,
-        calls=float(total[CALLS]) / ranks,
         rows_in_node=rows[0],
         rows_between_nodes=rows[1],
         bytes_in_node=size_bytes[0],
@@ -323,7 +362,11 @@ def _scalars(layer: LayerStatistics) -> Iterator[tuple[str, float]]:
     prefix = f"piper_dispatcher/layer_{layer.layer}"
     if layer.redundancy_removed is not None:
         yield f"{prefix}/redundancy_removed", layer.redundancy_removed
-    for hop in layer.hops:
-        for name, value in asdict(hop).items():
-            if not isinstance(value, str):
-                yield f"{prefix}/{hop.direction}/{hop.hop}/{name}", value
+    for direction in layer.directions:
+        yield f"{prefix}/{direction.direction}/ms_mean", direction.ms_mean
+        yield f"{prefix}/{direction.direction}/ms_max", direction.ms_max
+        for hop in direction.hops:
+            name = f"{prefix}/{direction.direction}/{hop.hop.replace(' ', '_')}"
+            for quantity, value in asdict(hop).items():
+                if quantity != "hop":
+                    yield f"{name}/{quantity}", value

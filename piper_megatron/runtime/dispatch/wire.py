@@ -87,6 +87,10 @@ class Hop:
             result = torch.cat([result[:place], result[place + 1 :]])
         return result
 
+    def nothing(self) -> Transfer:
+        """A transfer that is done."""
+        return Transfer(self, [], ())
+
     def post(
         self,
         source: torch.Tensor,
