@@ -34,6 +34,7 @@ from piper_megatron.runtime.dispatch.relay import (
     pair_places,
 )
 from piper_megatron.runtime.dispatch.rows import (
+    Map,
     gather,
     linear,
     pack_bits,
@@ -41,6 +42,7 @@ from piper_megatron.runtime.dispatch.rows import (
     true_places,
     unpack_bits,
 )
+from piper_megatron.runtime.dispatch.stats import LayerRecorder
 
 ALGORITHMS = (*EXCHANGES, "rail", "rbd")
 
@@ -82,25 +84,36 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
             "before_ep_alltoall", self.tokens_per_expert
         )
         row_route, probs_route = self._routes()
-        rows = linear(rows, row_route.send, row_route.bring_back)
+        if self.links.recorder is not None:
+            self.links.recorder.record_routed(self._pairs_between_nodes())
+        rows = self._travel("dispatch", rows, row_route.send, row_route.bring_back)
         # launched between the rows and their probabilities, as Megatron does
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
         # an edge of its own: the router's gradient does not wait for that of the rows
-        return rows, linear(probs, probs_route.send, probs_route.bring_back)
+        probs = self._travel("dispatch", probs, probs_route.send, probs_route.bring_back)
+        return rows, probs
 
-    def token_combine(
-        self, rows: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> torch.Tensor:
+    def token_combine(self, rows: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """Brings what the experts made of the rows back to the ranks of their tokens."""
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
         route = self._row_route()
-        rows = linear(rows, route.bring_back, route.send)
+        rows = self._travel("combine", rows, route.bring_back, route.send)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(rows)
             self.shared_experts.post_forward_comm()
         return rows
+
+    def _travel(self, direction: str, rows: torch.Tensor, there: Map, back: Map) -> torch.Tensor:
+        if (recorder := self.links.recorder) is not None:
+            there = recorder.during(direction, there)
+            back = recorder.during(f"{direction}_backward", back)
+        return linear(rows, there, back)
+
+    def _pairs_between_nodes(self) -> int:
+        """(token, expert) pairs of this rank whose expert is on another node."""
+        raise NotImplementedError
 
     def _routes(self) -> tuple[Any, Any]:
         """Ways of rows and of probabilities; may communicate."""
@@ -161,6 +174,9 @@ class MovingDispatcher(_PiperDispatcher):
             self._route = self._route_of(self._census.read()["rows"])
             self._census = None
         return self._row_route(), self._row_route()
+
+    def _pairs_between_nodes(self) -> int:
+        return int(self._row_route().counts_PP[self.ep_rank, self.links.whole.between_nodes].sum())
 
     def _row_route(self) -> Route:
         assert self._route is not None
@@ -262,8 +278,16 @@ class RelayDispatcher(_PiperDispatcher):
 
     def _routes(self) -> tuple[Any, Any]:
         assert self._plan is not None
-        self._route = announce(self._plan, self.links)
+        go = announce
+        if self.links.recorder is not None:
+            go = self.links.recorder.during("dispatch", announce)
+        self._route = go(self._plan, self.links)
         return self._route.rows, self._route.pairs
+
+    def _pairs_between_nodes(self) -> int:
+        groups = self.exchange.groups
+        pairs_MJCg = self._numbers["sent"][..., 1 + groups.per_node :]
+        return int(pairs_MJCg.sum() - pairs_MJCg[groups.node_index].sum())
 
     def _row_route(self) -> Any:
         assert self._route is not None
@@ -364,6 +388,7 @@ class DispatcherSpec:
         config: Any,
         pg_collection: ProcessGroupCollection,
         where: Callable[[], str] = lambda: "a layer",
+        recorder: LayerRecorder | None = None,
     ) -> MoEAlltoAllTokenDispatcher:
         """A dispatcher, with the arguments of Megatron's own.
 
@@ -373,8 +398,9 @@ class DispatcherSpec:
             config: Megatron's TransformerConfig.
             pg_collection: with `ep`, `expt_tp`, `tp_ep`.
             where: names the layer in messages.
+            recorder: counts what is sent, if anything does.
         """
-        links = Links(self.groups, where)
+        links = Links(self.groups, where, recorder)
         megatron = (num_local_experts, local_expert_indices, config, pg_collection)
         if self.algorithm in EXCHANGES:
             return MovingDispatcher(EXCHANGES[self.algorithm](links, self.chunks), *megatron)

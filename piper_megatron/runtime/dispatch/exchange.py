@@ -17,9 +17,9 @@ import torch
 
 from piper_megatron.runtime.dispatch.groups import ExpertGroups
 from piper_megatron.runtime.dispatch.rounds import Round, Rounds, schedule
+from piper_megatron.runtime.dispatch.rows import reorder
+from piper_megatron.runtime.dispatch.stats import BETWEEN, INSIDE, WHOLE, LayerRecorder
 from piper_megatron.runtime.dispatch.wire import Hop, Segment
-
-INSIDE, BETWEEN, WHOLE = "inside the node", "between nodes", "over the expert group"
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,33 @@ class Links:
     Attributes:
         groups: the expert group on its nodes.
         where: whose rows these are, for messages.
+        recorder: counts what is sent, if anything does.
     """
 
     groups: ExpertGroups
     where: Callable[[], str]
+    recorder: LayerRecorder | None = None
 
     @cached_property
     def whole(self) -> Hop:
-        """To any rank of the expert group."""
-        return Hop(WHOLE, self.groups.ep, self.where)
+        """To any rank of the expert group, by its rank there."""
+        neighbours = self.groups.members[self.groups.node_index]
+        far = tuple(member not in neighbours for member in range(self.groups.ep.size()))
+        return Hop(WHOLE, self.groups.ep, tuple(range(len(far))), self.where, far, self.recorder)
 
     @cached_property
     def node(self) -> Hop:
-        """To a rank of this node."""
-        return Hop(INSIDE, self.groups.node, self.where)
+        """To a rank of this node, by its local index."""
+        far = (False,) * self.groups.per_node
+        return Hop(INSIDE, self.groups.node, tuple(range(len(far))), self.where, far, self.recorder)
 
     @cached_property
     def rail(self) -> Hop:
-        """To the rank of this index on another node."""
-        return Hop(BETWEEN, self.groups.rail, self.where)
+        """To the rank of this local index on a node, by the node's index."""
+        far = (True,) * self.groups.nodes
+        return Hop(
+            BETWEEN, self.groups.rail, self.groups.rail_ranks, self.where, far, self.recorder
+        )
 
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -111,11 +119,11 @@ class TwoDimensional(Exchange):
         from_all = counts_PP[grid, me]  # [M, g] in the end
 
         def move(rows: torch.Tensor) -> torch.Tensor:
-            rows = _reorder(rows, counts_PP[me], grid.T.ravel())
+            rows = reorder(rows, counts_PP[me], grid.T.ravel().tolist())
             rows = links.node.all_to_all(rows, for_index.sum(1), from_neighbours.sum(1))
             rows = _transpose(rows, from_neighbours)
             rows = links.rail.all_to_all(rows, from_neighbours.sum(0), from_all.sum(1))
-            return _reorder(rows, from_all.ravel(), np.argsort(grid.ravel()))
+            return reorder(rows, from_all.ravel(), np.argsort(grid.ravel()).tolist())
 
         return move
 
@@ -188,18 +196,10 @@ def _as_messages(segments: list[Segment], members: tuple[int, ...]) -> list[Segm
     return [segments[0]._replace(stop=segments[-1].stop)]
 
 
-def _reorder(rows: torch.Tensor, counts: np.ndarray, order: np.ndarray) -> torch.Tensor:
-    """Rows of segments of these lengths, in another order of the segments."""
-    if (order == np.arange(len(order))).all():
-        return rows
-    segments = rows.split(counts.tolist())
-    return torch.cat([segments[i] for i in order])
-
-
 def _transpose(rows: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
     """Rows of a matrix of segments, [A, B] becomes [B, A]."""
     order = np.arange(counts.size).reshape(counts.shape).T.ravel()
-    return _reorder(rows, counts.ravel(), order)
+    return reorder(rows, counts.ravel(), order.tolist())
 
 
 EXCHANGES: dict[str, type[Exchange]] = {"flat": Flat, "2dh": TwoDimensional, "halo": Halo}

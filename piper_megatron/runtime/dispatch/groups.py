@@ -15,7 +15,7 @@ class ExpertGroups:
     Attributes:
         ep: the expert group.
         node: members on this rank's node, in group order.
-        rail: members with this rank's index on their node, one per node, in the order of nodes.
+        rail: members with this rank's index on their node, one per node.
         members: [M][g] ranks within `ep`.
     """
 
@@ -26,23 +26,29 @@ class ExpertGroups:
 
     @property
     def nodes(self) -> int:
-        """M."""
+        """Number of nodes, M."""
         return len(self.members)
 
     @property
     def per_node(self) -> int:
-        """g."""
+        """Members on a node, g."""
         return len(self.members[0])
 
     @property
     def node_index(self) -> int:
         """Row of this rank in `members`."""
-        return self.rail.rank()
+        return next(i for i, node in enumerate(self.members) if self.ep.rank() in node)
 
     @property
     def local_index(self) -> int:
         """Column of this rank in `members`."""
-        return self.node.rank()
+        return self.members[self.node_index].index(self.ep.rank())
+
+    @property
+    def rail_ranks(self) -> tuple[int, ...]:
+        """[M] rank within `rail` of its member on each node: torch sorts the ranks of a group."""
+        rail = [node[self.local_index] for node in self.members]
+        return tuple(map(sorted(rail).index, rail))
 
     @property
     def flat_members(self) -> tuple[int, ...]:

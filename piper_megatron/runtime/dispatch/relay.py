@@ -46,8 +46,7 @@ class Census:
             np.cumsum([int(np.prod(shape)) for _, shape in self.sizes])[:-1],
         )
         return {
-            name: part.reshape(shape)
-            for (name, shape), part in zip(self.sizes, parts, strict=True)
+            name: part.reshape(shape) for (name, shape), part in zip(self.sizes, parts, strict=True)
         }
 
 
@@ -129,7 +128,7 @@ class RelayExchange:
         return torch.stack(tables, 2).int()
 
     def _by_member(self, map_TE: torch.Tensor) -> torch.Tensor:
-        return map_TE.view(map_TE.shape[0], self.groups.nodes, self.groups.per_node, -1)
+        return map_TE.unflatten(1, (self.groups.nodes, self.groups.per_node, -1))
 
     def _relays(self, need_TMg: torch.Tensor) -> torch.Tensor:
         """[T, M, J] which relay of a node takes the token, if any."""
@@ -151,11 +150,9 @@ class RelayExchange:
         groups, relays = self.groups, self.relays
         nodes, per_node = groups.nodes, groups.per_node
         tables = tables_PX.view(nodes, per_node, nodes, relays, self.parts, -1)
-        here = tables[:, :, groups.node_index]  # [M, g, J, C, V] what comes to relays of my node
-        if self.pilots:
-            at_relays = here.permute(2, 0, 1, 3, 4)  # [g, M, g, C, V]
-        else:
-            at_relays = here.permute(1, 0, 2, 3, 4)  # the relay has the sender's index
+        here = tables[:, :, groups.node_index]  # [M, g, J, C, V] what comes to my node
+        # [g, M, J, C, V] by relay; on a rail, the relay's index is the sender's
+        at_relays = here.permute(2, 0, 1, 3, 4) if self.pilots else here.permute(1, 0, 2, 3, 4)
         mine = tables[groups.node_index, groups.local_index]
         return [("at_relays", at_relays), ("sent", mine)]
 
@@ -174,9 +171,7 @@ class RelayExchange:
 
         def counts(first: int, total: np.ndarray, arrived: np.ndarray) -> Counts:
             members = slice(first, first + g)
-            return Counts(
-                total, arrived, relayed[..., members], at_relays[..., first + me]
-            )
+            return Counts(total, arrived, relayed[..., members], at_relays[..., first + me])
 
         rows, rows_on = lay_out(
             counts(1, sent[..., 0], relayed[..., 0]),
@@ -205,7 +200,7 @@ class RelayExchange:
         relay_TMJ = self._relays(map_TMge.any(3))
         place_S = true_places(relay_TMJ.permute(1, 2, 0), rows)
         token_S, node_S = place_S % tokens, place_S // (tokens * self.relays)
-        bits_SW = map_TE.view(tokens, self.groups.nodes, -1)[token_S, node_S]
+        bits_SW = map_TE.unflatten(1, (self.groups.nodes, -1))[token_S, node_S]
         width = bits_SW.shape[1]
         place = true_places(bits_SW, pairs)
         row, bit = place // width, place % width

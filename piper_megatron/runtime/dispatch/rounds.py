@@ -79,7 +79,7 @@ class Rounds:
 
     def received_from(self) -> np.ndarray:
         """[g] rows that come to this rank in the end from each member of its node."""
-        rows = np.zeros(self.near.group.size(), np.int64)
+        rows = np.zeros(len(self.near.ranks), np.int64)
         for r in self.rounds:
             for segment in r.near_receives:
                 rows[segment.peer] += segment.stop - segment.start
@@ -151,7 +151,7 @@ class Rounds:
         return relayed
 
     def _post_far(self, i: int, r: Round, rows: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
-        if r.is_own(self.far.group.rank()):
+        if r.is_own(self.far.me):
             own = r.far_sends[0]
             return rows[own.start : own.stop], self.far.nothing()
         relayed = rows.new_empty(r.relayed, *rows.shape[1:])
@@ -164,9 +164,7 @@ class Rounds:
         return fanned, self.near.post(rows, r.near_receives, fanned, r.near_sends, tag=i)
 
 
-def _window(
-    rounds: tuple[Round, ...], post: Callable[[int, Round], tuple[torch.Tensor, Transfer]]
-):
+def _window(rounds: tuple[Round, ...], post: Callable[[int, Round], tuple[torch.Tensor, Transfer]]):
     """Yields what `post` returns for every round, started `_WINDOW` rounds ahead of its turn."""
     posted: deque[tuple[torch.Tensor, Transfer]] = deque()
     for i, r in enumerate(rounds):

@@ -3,10 +3,11 @@
 Legend: N rows that a map reads, R rows that it makes. Trailing dimensions pass through.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -63,6 +64,20 @@ def _segment_sums(index_N: torch.Tensor, count: int, rows: torch.Tensor) -> torc
     return torch.segment_reduce(rows[order_N], "sum", offsets=offsets, unsafe=True, initial=0)
 
 
+def reorder(rows: torch.Tensor, counts: np.ndarray, order: Sequence[int]) -> torch.Tensor:
+    """Segments of rows in another order.
+
+    Args:
+        rows: [sum of counts, ...]
+        counts: rows of each segment.
+        order: which segment comes first, second, ...
+    """
+    if all(place == segment for place, segment in enumerate(order)):
+        return rows
+    segments = rows.split(counts.tolist())
+    return torch.cat([segments[i] for i in order])
+
+
 def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
     """Flat indices of the True elements, in row-major order, without asking the device how many.
 
@@ -70,15 +85,17 @@ def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
         mask: of any shape.
         count: how many there are.
     """
+    if not count:  # on a GPU, torch before 2.10 fails on a mask without elements
+        return torch.empty(0, dtype=torch.long, device=mask.device)
     return torch.nonzero_static(mask.reshape(-1), size=count).squeeze(1)
 
 
 def pack_bits(bits_RW: torch.Tensor) -> torch.Tensor:
     """Eight booleans to a byte, [R, ceil(W / 8)]."""
     rows, width = bits_RW.shape
-    padded = bits_RW.new_zeros(rows, -(-width // 8) * 8, dtype=torch.uint8)
-    padded[:, :width] = bits_RW
-    return (padded.view(rows, -1, 8) << _shifts(bits_RW)).sum(-1, dtype=torch.uint8)
+    padded = bits_RW.new_zeros(rows, -(-width // 8), 8, dtype=torch.uint8)
+    padded.flatten(1)[:, :width] = bits_RW
+    return (padded << _shifts(bits_RW)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(bytes_RB: torch.Tensor, width: int) -> torch.Tensor:

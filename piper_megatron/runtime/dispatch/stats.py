@@ -6,9 +6,10 @@ Without `--piper-dispatcher-stats` there are no recorders.
 """
 
 import json
+import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,7 +95,11 @@ class LayerStatistics:
     directions: tuple[DirectionStatistics, ...]
 
 
-Move = Callable[[torch.Tensor], torch.Tensor]
+Stop = Callable[[], None]
+
+
+def nothing() -> None:
+    """Ends what nobody times."""
 
 
 class LayerRecorder:
@@ -130,39 +135,38 @@ class LayerRecorder:
         if self._layer.training:
             self.routed_rows_between_nodes += rows_between_nodes
 
-    def during(self, direction: str, move: Move) -> Move:
-        """A part of an exchange whose hops count for a direction, one of `DIRECTIONS`."""
+    def during(self, direction: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with what its hops send counted for one of `DIRECTIONS`."""
 
-        def recorded(rows: torch.Tensor) -> torch.Tensor:
+        def recorded(*args: Any) -> Any:
             if not self._layer.training:
-                return move(rows)
+                return function(*args)
             self._direction = DIRECTIONS.index(direction)
             try:
                 with self._stopwatch.span(self.sums[self._direction, 0, MS:]):
-                    return move(rows)
+                    return function(*args)
             finally:
                 self._direction = None
 
         return recorded
 
-    def start(self, hop: str, rows: torch.Tensor, sent: np.ndarray, far: np.ndarray) -> "Stop":
-        """Counts messages of a hop, and times them until what is returned is called.
+    def start(self, hop: str, rows: torch.Tensor, messages: Iterable[tuple[int, bool]]) -> Stop:
+        """Counts messages of a hop to other ranks, and times them until the result is called.
 
         Args:
             hop: one of `HOPS`.
-            rows: [rows, H] hidden states or their gradients; anything else counts as bytes alone.
-            sent: rows for each other rank of the hop.
-            far: whether each of those ranks is on another node than this one.
+            rows: [..., H] hidden states or their gradients; anything else counts as bytes alone.
+            messages: how many of the rows each has, and whether it goes to another node.
         """
         if self._direction is None:
-            return _nothing
+            return nothing
         sums = self.sums[self._direction, 1 + HOPS.index(hop)]
         is_hidden = rows.dim() > 1 and rows.is_floating_point()
-        row_bytes = rows.element_size() * rows[:1].numel() if len(rows) else 0
-        for between, there in enumerate((sent[~far], sent[far])):
-            sums[ROWS + between] += is_hidden * there.sum()
-            sums[BYTES + between] += row_bytes * there.sum()
-            sums[MESSAGES + between] += np.count_nonzero(there)
+        row_bytes = rows.element_size() * math.prod(rows.shape[1:])
+        for count, between_nodes in messages:
+            sums[ROWS + between_nodes] += count * is_hidden
+            sums[BYTES + between_nodes] += count * row_bytes
+            sums[MESSAGES + between_nodes] += 1
         return self._stopwatch.start(sums[MS:])
 
     def take(self) -> np.ndarray:
@@ -175,13 +179,6 @@ class LayerRecorder:
         self.sums[:] = 0
         self.routed_rows_between_nodes = 0
         return taken
-
-
-Stop = Callable[[], None]
-
-
-def _nothing() -> None:
-    """Ends what was not started."""
 
 
 class _Stopwatch:

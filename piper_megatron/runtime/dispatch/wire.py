@@ -9,6 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from piper_megatron.runtime.dispatch.rows import reorder
+from piper_megatron.runtime.dispatch.stats import LayerRecorder, Stop, nothing
+
 
 class TransferError(RuntimeError):
     """A hop of the token dispatcher failed; the message names layer, hop and peers."""
@@ -25,14 +28,17 @@ class Segment(NamedTuple):
 class Transfer:
     """Messages under way."""
 
-    def __init__(self, hop: "Hop", works: list[dist.Work], peers: Sequence[int]) -> None:
-        self._hop, self._works, self._peers = hop, works, peers
+    def __init__(
+        self, hop: "Hop", works: list[dist.Work], peers: Sequence[int], arrived: Stop = nothing
+    ) -> None:
+        self._hop, self._works, self._peers, self._arrived = hop, works, peers, arrived
 
     def wait(self) -> None:
         """Returns when the received rows are there; on a GPU, for what is queued after it."""
         with self._hop.named(self._peers):
             for work in self._works:
                 work.wait()
+        self._arrived()
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,23 @@ class Hop:
     Attributes:
         name: for messages.
         group: ranks that it joins.
+        ranks: of each peer, its rank in the group.
         where: whose rows these are, for messages.
+        between_nodes: whether each rank of the group is on another node than this one.
+        recorder: counts what is sent, if anything does.
     """
 
     name: str
     group: dist.ProcessGroup
+    ranks: tuple[int, ...]
     where: Callable[[], str]
+    between_nodes: tuple[bool, ...]
+    recorder: LayerRecorder | None
+
+    @property
+    def me(self) -> int:
+        """This rank as a peer."""
+        return self.ranks.index(self.group.rank())
 
     def all_to_all(
         self, rows: torch.Tensor, sent: np.ndarray, received: np.ndarray
@@ -57,22 +74,31 @@ class Hop:
         RCCL hangs on a rank that sends or receives nothing at all; such a rank sends itself a row.
 
         Args:
-            rows: [sum of sent, ...], ordered by rank of the group.
-            sent: rows for each rank.
-            received: rows from each rank.
+            rows: [sum of sent, ...], ordered by peer.
+            sent: rows for each peer.
+            received: rows from each peer.
+
+        Returns:
+            [sum of received, ...], ordered by peer.
         """
         if self.group.size() == 1:
             return rows
-        me = self.group.rank()
+        arrived = self._record(
+            rows, [(p, n) for p, n in enumerate(sent.tolist()) if n and p != self.me]
+        )
+        by_rank = np.argsort(self.ranks).tolist()
+        rows = reorder(rows, sent, by_rank)
+        sent, received = sent[by_rank], received[by_rank]
         guarded = not sent.sum() or not received.sum()
         if guarded:
+            me = self.group.rank()
             own = np.arange(self.group.size()) == me
             place = int(sent[:me].sum())
             guard = rows.new_zeros(1, *rows.shape[1:])
             rows = torch.cat([rows[:place], guard, rows[place:]])
             sent, received = sent + own, received + own
         result = rows.new_empty(int(received.sum()), *rows.shape[1:])
-        with self.named(np.flatnonzero(received)):
+        with self.named([p for p, rank in enumerate(self.ranks) if received[rank]]):
             # asynchronous: on a GPU it then runs on the group's own stream
             dist.all_to_all_single(
                 result,
@@ -82,10 +108,12 @@ class Hop:
                 group=self.group,
                 async_op=True,
             ).wait()
+        arrived()
         if guarded:
             place = int(received[:me].sum())
             result = torch.cat([result[:place], result[place + 1 :]])
-        return result
+            received = received - own
+        return reorder(result, received, self.ranks)
 
     def nothing(self) -> Transfer:
         """A transfer that is done."""
@@ -108,11 +136,20 @@ class Hop:
             receives: as many for a peer, in the same order, as that peer sends.
             tag: tells this batch from others under way between the same ranks.
         """
-        me = self.group.rank()
+        me = self.me
+        arrived = self._record(
+            source, [(s.peer, s.stop - s.start) for s in sends if s.peer != me and s.stop > s.start]
+        )
         for kept, place in zip(_of(sends, me), _of(receives, me), strict=True):
             target[place.start : place.stop] = source[kept.start : kept.stop]
         operations = [
-            dist.P2POp(kind, rows[s.start : s.stop], group=self.group, tag=tag, group_peer=s.peer)
+            dist.P2POp(
+                kind,
+                rows[s.start : s.stop],
+                group=self.group,
+                tag=tag,
+                group_peer=self.ranks[s.peer],
+            )
             for kind, rows, segments in (
                 (dist.isend, source, sends),
                 (dist.irecv, target, receives),
@@ -123,8 +160,16 @@ class Hop:
         peers = sorted({s.peer for s in receives if s.peer != me and s.stop > s.start})
         with self.named(peers):
             return Transfer(
-                self, dist.batch_isend_irecv(operations) if operations else [], peers
+                self, dist.batch_isend_irecv(operations) if operations else [], peers, arrived
             )
+
+    def _record(self, rows: torch.Tensor, messages: list[tuple[int, int]]) -> Stop:
+        """Counts messages, each a peer and its rows; what is returned ends their time."""
+        if self.recorder is None:
+            return nothing
+        return self.recorder.start(
+            self.name, rows, [(count, self.between_nodes[peer]) for peer, count in messages]
+        )
 
     @contextmanager
     def named(self, peers: Sequence[int]) -> Iterator[None]:
@@ -133,7 +178,7 @@ class Hop:
             yield
         except RuntimeError as error:
             ranks = dist.get_process_group_ranks(self.group)
-            waited = ", ".join(str(ranks[peer]) for peer in peers) or "none"
+            waited = ", ".join(str(ranks[self.ranks[peer]]) for peer in peers) or "none"
             raise TransferError(
                 f"token dispatcher, {self.where()}, hop {self.name}: rank {dist.get_rank()} "
                 f"waited for ranks {waited}: {error}"
