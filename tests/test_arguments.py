@@ -5,8 +5,15 @@ import sys
 
 import pytest
 
-from piper_megatron.errors import LayoutError, PiperError
-from piper_megatron.runtime.arguments import add_piper_group, layout_of, resolve, uses_piper
+from piper_megatron.errors import LayoutError, PiperError, WorkloadError
+from piper_megatron.runtime.arguments import (
+    add_piper_group,
+    layout_of,
+    notes,
+    resolve,
+    uses_piper,
+)
+from piper_megatron.workload.dispatcher_flags import DispatcherFlags, dispatcher_flags
 
 
 def parse(monkeypatch, *flags, world=8):
@@ -19,6 +26,10 @@ def parse(monkeypatch, *flags, world=8):
     parser.add_argument("--expert-tensor-parallel-size", type=int)
     parser.add_argument("--num-experts", type=int)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--cuda-graph-impl", default="none")
+    parser.add_argument("--cuda-graph-modules", nargs="*", default=[])
     args = add_piper_group(parser).parse_args(flags)
     args.world_size = world
     return args
@@ -87,6 +98,98 @@ def test_bad_input_names_the_thing_and_the_fix(monkeypatch, flags, message):
     with pytest.raises(LayoutError, match=message) as caught:
         resolve(args)
     assert "\n" not in str(caught.value)
+
+
+EXPERTS = ("--expert-model-parallel-size", "4", "--num-experts", "8")
+GRAPHS = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules")
+
+
+def test_a_dispatcher_sets_megatrons_type_and_says_so(monkeypatch):
+    args = resolve(parse(monkeypatch, *EXPERTS, "--piper-dispatcher", "rail"))
+    assert args.moe_token_dispatcher_type == "alltoall"
+    assert notes(args) == [
+        "piper_megatron: --moe-token-dispatcher-type alltoall in place of Megatron's default, for "
+        "--piper-dispatcher rail"
+    ]
+    typed = ("--moe-token-dispatcher-type", "alltoall")
+    args = resolve(parse(monkeypatch, *EXPERTS, "--piper-dispatcher", "rail", *typed))
+    assert notes(args) == []
+    assert notes(resolve(parse(monkeypatch, *EXPERTS))) == []
+
+
+def test_switches_are_off_unless_typed(monkeypatch):
+    assert not uses_piper(parse(monkeypatch, *EXPERTS))
+    args = parse(monkeypatch, *EXPERTS, "--piper-dispatcher=halo", "--piper-dispatcher-stats")
+    assert dispatcher_flags(resolve(args)) == DispatcherFlags("halo", None, None, True)
+    args = parse(
+        monkeypatch, *EXPERTS, *"--piper-dispatcher auto --piper-dispatcher-chunks 3".split()
+    )
+    assert dispatcher_flags(resolve(args)) == DispatcherFlags("auto", 3, None, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--piper-dispatcher rial", r"does not know 'rial'; did you mean 'rail'\?"),
+        ("--piper-dispatcher x", r"does not know 'x'; legal are flat, 2dh, halo, rail, rbd, auto"),
+        (
+            "--piper-dispatcher halo --piper-dispatcher-chunks 0",
+            r"--piper-dispatcher-chunks takes a whole number of at least 1; got '0'",
+        ),
+        ("--piper-dispatcher halo --piper-dispatcher-chunks two", r"whole number.*got 'two'"),
+        (
+            "--piper-dispatcher 2dh --piper-dispatcher-chunks 2",
+            r"--piper-dispatcher-chunks 2: 2dh sends in one piece; remove it, or .*halo or rail",
+        ),
+        ("--piper-dispatcher-chunks 2", r"--piper-dispatcher-chunks says how --piper-dispatcher"),
+        ("--piper-dispatcher-stats", r"add --piper-dispatcher auto or remove"),
+        ("--piper-node-size -2", r"--piper-node-size takes a whole number of at least 1"),
+        ("--piper-node-size 3", r"--piper-node-size 3 does not divide .* 4; its divisors: 1, 2, 4"),
+        (
+            "--piper-dispatcher rail --moe-token-dispatcher-type flex",
+            r"rail replaces the exchange of Megatron's alltoall dispatcher, and .* says flex; "
+            r"--moe-token-dispatcher-type alltoall, or drop",
+        ),
+        ("--piper-dispatcher flat --moe-token-dispatcher-type allgather", r"says allgather"),
+        (
+            "--piper-dispatcher flat --transformer-impl inference_optimized",
+            r"for training, and --transformer-impl inference_optimized",
+        ),
+        (
+            "--piper-dispatcher rail --cuda-graph-impl transformer_engine",
+            r"which a CUDA graph of whole layers cannot capture; add --cuda-graph-modules attn",
+        ),
+        (
+            "--piper-dispatcher auto --cuda-graph-impl local --cuda-graph-modules moe_router",
+            r"graph of moe_preprocess cannot capture; drop moe_router and moe_preprocess",
+        ),
+        (
+            "--piper-dispatcher 2dh --cuda-graph-impl full_iteration",
+            r"graph of the whole iteration cannot capture; --cuda-graph-impl none, or --piper-d",
+        ),
+    ],
+)
+def test_a_dispatcher_that_the_job_cannot_use_is_refused(monkeypatch, flags, message):
+    with pytest.raises(WorkloadError, match=message) as caught:
+        resolve(parse(monkeypatch, *EXPERTS, *flags.split()))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dispatcher_needs_experts(monkeypatch):
+    with pytest.raises(WorkloadError, match=r"rail needs a model with experts; add --num-exp"):
+        resolve(parse(monkeypatch, "--piper-dispatcher", "rail"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--piper-dispatcher", "flat", *GRAPHS, "moe_router", "moe_preprocess"),
+        ("--piper-dispatcher", "rail", *GRAPHS, "attn", "moe_router"),
+        ("--piper-node-size", "2"),
+    ],
+)
+def test_what_a_dispatcher_can_live_with_is_let_through(monkeypatch, flags):
+    resolve(parse(monkeypatch, *EXPERTS, *flags))
 
 
 def test_a_misspelt_flag_is_one_line_with_the_nearest_ones(monkeypatch):

@@ -7,25 +7,36 @@ import sys
 import pytest
 from tiny import SCRIPT, tiny_command
 
+from piper_megatron.errors import LayoutError
 from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.placement import Placement, place
 from piper_megatron.layout.traffic import traffic_of
 from piper_megatron.platform.topology import Level, Location, Node, Topology
-from piper_megatron.runtime.parallel_state import node_and_rail_ranks
+from piper_megatron.runtime.dispatch.groups import members_by_node
+from piper_megatron.runtime.parallel_state import nodes_of_ranks
 
 # launcher rank 0 opens the store on n1; logical rank 0 will be on n0
 ROUND_ROBIN = ("n1", "n0") * 4
 
 
-def test_an_expert_group_splits_into_nodes_and_rails():
-    hosts = ["a", "a", "b", "b", "a", "a", "b", "b"]
-    nodes, rails = node_and_rail_ranks([0, 1, 2, 3, 4, 5, 6, 7], hosts)
-    assert nodes == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert rails == [[0, 2], [1, 3], [4, 6], [5, 7]]
+def test_members_of_a_node_are_found_wherever_they_stand():
+    assert members_by_node(["a", "b", "a", "b"]) == ((0, 2), (1, 3))
+    assert members_by_node(["a", "a", "b"]) is None
 
 
-def test_unequal_shares_have_neither():
-    assert node_and_rail_ranks([0, 1, 2], ["a", "a", "b"]) is None
+def test_a_node_size_cuts_groups_into_parts_that_lie_inside_true_nodes():
+    layout = ParallelLayout(world=8, tp=2, ep=4, etp=2)
+    nodes = nodes_of_ranks(layout, ["a"] * 8, 2)
+    # expert groups are 0 2 4 6 and 1 3 5 7
+    for group in layout.groups("ep").tolist():
+        assert members_by_node([nodes[rank] for rank in group]) == ((0, 1), (2, 3))
+    on_two = ["a"] * 4 + ["b"] * 4
+    assert len(set(nodes_of_ranks(layout, on_two, 1))) == 4
+    assert members_by_node(nodes_of_ranks(layout, on_two, 2)) is not None
+    with pytest.raises(LayoutError, match=r"--piper-node-size 4 takes ranks 0 to 6.*on a and b"):
+        nodes_of_ranks(layout, on_two, 4)
+    with pytest.raises(LayoutError, match=r"ranks 0 to 2 .*add --piper-placement auto"):
+        nodes_of_ranks(layout, ["a", "a", "b", "b"] * 2, 2)
 
 
 def start_job(argv: list[str]) -> dict:
@@ -55,7 +66,6 @@ def start_job(argv: list[str]) -> dict:
         "dist_rank": dist.get_rank(),
         "location": placed_job().locations[dist.get_rank()],
         "ep": members(mpu.get_expert_model_parallel_group()),
-        "tp_ep": members(mpu.get_expert_tensor_and_model_parallel_group()),
         "node": groups and members(groups.node),
         "rail": groups and members(groups.rail),
         "timeouts": groups
@@ -99,16 +109,50 @@ def test_groups_over_two_nodes_have_rails_on_the_true_nodes(ranks, placement):
         assert set(value["node"]) & set(value["rail"]) == {value["rank"]}
 
 
-def test_expert_tensor_parallel_groups_are_split_as_one(ranks):
+def test_groups_of_shared_experts_are_split_by_their_own_index(ranks):
     argv = tiny_command(
         *"--piper-grid 1x2 --piper-placement auto --sequence-parallel".split(),
         *"--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2".split(),
     )
     run = ranks.call(start_job, argv, world=4, hosts=("n0", "n1") * 2).check()
     for value in run.values:
-        assert value["tp_ep"] == [0, 1, 2, 3]
+        assert value["ep"] in ([0, 2], [1, 3])
+        assert value["node"] == [value["rank"]]
+        assert value["rail"] == value["ep"]
+
+
+def test_a_node_size_pretends_nodes_on_one_machine(ranks):
+    argv = tiny_command("--piper-grid", "1x4", "--piper-node-size", "2")
+    run = ranks.call(start_job, argv, world=4).check()
+    for value in run.values:
         assert value["node"] in ([0, 1], [2, 3])
         assert value["rail"] in ([0, 2], [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosts", "message"),
+    [
+        (
+            ["--piper-dispatcher", "rail"],
+            ("n0", "n0", "n0", "n1"),
+            "--piper-dispatcher rail needs nodes that hold equally many ranks of an expert group, "
+            "and ranks 0 to 3 are 3 on n0, 1 on n1; use --piper-dispatcher auto or flat, or "
+            "--piper-placement auto",
+        ),
+        (
+            ["--piper-node-size", "4"],
+            ("n0", "n0", "n1", "n1"),
+            "--piper-node-size 4 takes ranks 0 to 3 of an expert group for one node, and they run "
+            "on n0 and n1",
+        ),
+    ],
+)
+def test_groups_that_do_not_split_are_refused_on_every_rank(ranks, flags, hosts, message):
+    run = ranks.call(start_job, tiny_command("--piper-grid", "1x4", *flags), world=4, hosts=hosts)
+    assert run.codes == [2] * 4
+    for output in run.outputs:
+        assert message in output
+        assert "Traceback" not in output
 
 
 def test_a_placement_file_and_a_topology_file_are_obeyed(ranks, tmp_path):

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from piper_megatron.errors import LayoutError, PiperError
+from piper_megatron.errors import LayoutError, PiperError, WorkloadError
 from piper_megatron.layout.grid import ParallelLayout
+from piper_megatron.workload.dispatcher_flags import apply_dispatcher, dispatcher_conflict
 from piper_megatron.workload.piper_flags import PIPER_FLAGS, apply_grid
 
 
@@ -17,9 +18,12 @@ def add_piper_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     When a `--piper-*` flag was typed, a parsing error is one line instead of Megatron's usage text.
     """
-    group = parser.add_argument_group("piper", "Pipeline-by-expert-parallel grids")
-    for flag, metavar, text in PIPER_FLAGS:
-        group.add_argument(flag, metavar=metavar, help=text)
+    group = parser.add_argument_group("piper", "Grids, placement and token dispatch")
+    for flag in PIPER_FLAGS:
+        if flag.metavar:
+            group.add_argument(flag.name, metavar=flag.metavar, help=flag.help)
+        else:
+            group.add_argument(flag.name, action="store_true", default=None, help=flag.help)
     _escape_percent_signs(parser)
     if _typed("--piper-", sys.argv):
         parser.error = _error_in_one_line(parser)  # type: ignore[method-assign]
@@ -39,23 +43,38 @@ def uses_piper(args: argparse.Namespace) -> bool:
 
 
 def resolve(args: argparse.Namespace) -> argparse.Namespace:
-    """Turns `--piper-grid` into Megatron's sizes, before Megatron validates them.
+    """Turns `--piper-*` flags into Megatron's arguments, before Megatron validates them.
 
     Idempotent, since Megatron parses its command line more than once in some jobs.
 
     Raises:
         LayoutError: the grid is malformed, clashes with Megatron's flags, or does not divide the
             world or the experts.
+        WorkloadError: the dispatcher's flags are malformed or contradict Megatron's.
     """
     if not uses_piper(args):
         return args
     if args.piper_topology is not None or args.piper_placement is not None:
         args.piper_placement = args.piper_placement or "auto"
     apply_grid(args, lambda flag: _typed(flag, sys.argv))
+    apply_dispatcher(args, lambda flag: _typed(flag, sys.argv))
     _check_order(args)
     layout_of(args)
     _check_experts(args)
+    if conflict := dispatcher_conflict(args):
+        raise WorkloadError(f"{conflict.message}; {conflict.fix}")
     return args
+
+
+def notes(args: argparse.Namespace) -> list[str]:
+    """What `resolve` set in place of a default of Megatron's."""
+    dispatcher = getattr(args, "piper_dispatcher", None)
+    if dispatcher is None or _typed("--moe-token-dispatcher-type", sys.argv):
+        return []
+    return [
+        "piper_megatron: --moe-token-dispatcher-type alltoall in place of Megatron's default, for "
+        f"--piper-dispatcher {dispatcher}"
+    ]
 
 
 def layout_of(args: argparse.Namespace) -> ParallelLayout:

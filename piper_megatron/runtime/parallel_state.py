@@ -2,7 +2,7 @@
 
 Before `init_process_group` all ranks learn where each of them runs, compute the same placement, and
 take their logical rank. Megatron then builds its own groups in its own order. Afterwards every
-expert group gets the node groups and rail groups of its true nodes.
+expert group gets the node groups and rail groups of its nodes.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
 from piper_megatron.errors import LayoutError, PiperError
 from piper_megatron.layout.grid import ParallelLayout
@@ -28,21 +29,10 @@ from piper_megatron.platform.discovery import (
 from piper_megatron.platform.topology import Location, Topology
 from piper_megatron.report.grid_map import render_grid_map
 from piper_megatron.runtime.arguments import layout_of, uses_piper
+from piper_megatron.runtime.dispatch.groups import ExpertGroups, members_by_node, split_group
 from piper_megatron.runtime.rendezvous import agree, comparable, job_store, same_as_rank_0
 from piper_megatron.runtime.workload import workload_of
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """Sub-groups of this rank's expert group (tp-ep group when ETP > 1) along its true nodes.
-
-    Attributes:
-        node: members of the expert group on this rank's node, in group order.
-        rail: members with this rank's index on their node, one per node, in group order.
-    """
-
-    node: dist.ProcessGroup
-    rail: dist.ProcessGroup
+from piper_megatron.workload.dispatcher_flags import TWO_HOPS, dispatcher_flags
 
 
 @dataclass(frozen=True)
@@ -55,6 +45,7 @@ class PlacedJob:
         locations: location of each *logical* rank.
         placement: the renumbering in force.
         store: the rendezvous store, hosted by the launcher's rank 0 wherever that now is.
+        expert_nodes: the node of each logical rank, pretended ones with `--piper-node-size`.
     """
 
     layout: ParallelLayout
@@ -62,6 +53,7 @@ class PlacedJob:
     locations: tuple[Location, ...]
     placement: Placement
     store: dist.Store
+    expert_nodes: tuple[str, ...]
 
 
 _job: PlacedJob | None = None
@@ -74,7 +66,7 @@ def placed_job() -> PlacedJob | None:
 
 
 def expert_groups() -> ExpertGroups | None:
-    """Node and rail group of this rank; None without a `--piper-*` flag or on unequal shares."""
+    """Groups of this rank's expert group; None without a `--piper-*` flag or on unequal shares."""
     return _expert_groups
 
 
@@ -85,8 +77,8 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     or under Megatron's fake process group.
 
     Raises:
-        PiperError: ranks disagree, the topology does not cover a node, or a feature in the command
-            relies on the launcher's rank order.
+        PiperError: ranks disagree, the topology does not cover a node, a feature in the command
+            relies on the launcher's rank order, or expert groups do not split into nodes as asked.
     """
     global _job
     if not uses_piper(args) or getattr(args, "fake_process_group", False):
@@ -99,14 +91,18 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     store = job_store(args.rank, args.world_size, timeout)
     physical, topology = _locate(args, store, timeout)
     placement = _placement(args, layout, topology, physical)
-    same_as_rank_0(store, args.rank, placement.logical_of_physical, timeout)
+    locations = tuple(physical[p] for p in placement.physical_of_logical)
+    # before the last word with rank 0, which takes the store with it when it stops
     _refuse_flex(args, placement)
+    nodes = _expert_nodes(args, layout, [location.host for location in locations])
+    same_as_rank_0(store, args.rank, placement.logical_of_physical, timeout)
     _job = PlacedJob(
         layout=layout,
         topology=topology,
-        locations=tuple(physical[p] for p in placement.physical_of_logical),
+        locations=locations,
         placement=placement,
         store=store,
+        expert_nodes=nodes,
     )
     args.rank = int(placement.logical_of_physical[args.rank])
     os.environ["RANK"] = str(args.rank)
@@ -177,52 +173,69 @@ def _refuse_flex(args: argparse.Namespace, placement: Placement) -> None:
         )
 
 
-def node_and_rail_ranks(
-    members: Sequence[int], hosts: Sequence[str]
-) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Splits an expert group along its nodes.
+def _expert_nodes(
+    args: argparse.Namespace, layout: ParallelLayout, hosts: Sequence[str]
+) -> tuple[str, ...]:
+    flags = dispatcher_flags(args)
+    nodes = nodes_of_ranks(layout, hosts, flags.node_size)
+    if flags.algorithm in TWO_HOPS:
+        _refuse_unequal_shares(flags.algorithm, layout, nodes)
+    return nodes
+
+
+def nodes_of_ranks(
+    layout: ParallelLayout, hosts: Sequence[str], node_size: int | None
+) -> tuple[str, ...]:
+    """The node of each logical rank, as expert groups are split.
 
     Args:
-        members: logical ranks of the group, in group order.
-        hosts: host of every logical rank.
+        layout: parallel sizes.
+        hosts: of every logical rank.
+        node_size: members of an expert group that make a node (`--piper-node-size`); None for the
+            true nodes.
 
-    Returns:
-        (node groups, rail groups), or None when the nodes hold unequal shares of the group.
+    Raises:
+        LayoutError: such a part spans two true nodes.
     """
-    by_host: dict[str, list[int]] = {}
-    for rank in members:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    if len(Counter(map(len, by_host.values()))) != 1:
-        return None
-    nodes = list(by_host.values())
-    return nodes, [list(rail) for rail in zip(*nodes, strict=True)]
+    if node_size is None:
+        return tuple(hosts)
+    nodes = list(hosts)
+    for group in layout.groups("ep").reshape(-1, layout.ep // node_size, node_size).tolist():
+        for number, part in enumerate(group):
+            spanned = list(dict.fromkeys(hosts[rank] for rank in part))
+            if len(spanned) > 1:
+                raise LayoutError(
+                    f"--piper-node-size {node_size} takes ranks {part[0]} to {part[-1]} of an "
+                    f"expert group for one node, and they run on {' and '.join(spanned[:2])}; give "
+                    "a divisor of the group's members on each node, or add --piper-placement auto"
+                )
+            for rank in part:
+                nodes[rank] = f"part {number} of {hosts[rank]}"
+    return tuple(nodes)
+
+
+def _refuse_unequal_shares(algorithm: str, layout: ParallelLayout, nodes: Sequence[str]) -> None:
+    for group in layout.groups("ep").tolist():
+        of_group = [nodes[rank] for rank in group]
+        if members_by_node(of_group) is None:
+            shares = ", ".join(f"{count} on {node}" for node, count in Counter(of_group).items())
+            raise LayoutError(
+                f"--piper-dispatcher {algorithm} needs nodes that hold equally many ranks of an "
+                f"expert group, and ranks {group[0]} to {group[-1]} are {shares}; use "
+                "--piper-dispatcher auto or flat, or --piper-placement auto"
+            )
 
 
 def build_expert_groups(timeout: timedelta) -> ExpertGroups | None:
-    """Creates node and rail groups of every expert group, in the same order on all ranks.
+    """Creates node and rail groups of this rank's expert group; collective over all ranks.
 
     Args:
-        timeout: of the job; an unset one would fall back to torch's default.
+        timeout: of the job.
     """
     global _expert_groups
     if _job is None:
         return None
-    hosts = [location.host for location in _job.locations]
-    splits = [node_and_rail_ranks(g.tolist(), hosts) for g in _job.layout.groups("tp_ep")]
-    if any(split is None for split in splits):
-        _expert_groups = None
-        return None
-    node = _my_group([ranks for s in splits if s for ranks in s[0]], "EXPERT_NODE_GROUP", timeout)
-    rail = _my_group([ranks for s in splits if s for ranks in s[1]], "EXPERT_RAIL_GROUP", timeout)
-    _expert_groups = ExpertGroups(node=node, rail=rail)
+    ep = mpu.get_expert_model_parallel_group()
+    nodes = [_job.expert_nodes[rank] for rank in dist.get_process_group_ranks(ep)]
+    _expert_groups = split_group(ep, nodes, timeout)
     return _expert_groups
-
-
-def _my_group(groups: list[list[int]], name: str, timeout: timedelta) -> dist.ProcessGroup:
-    mine = None
-    for ranks in groups:
-        group = dist.new_group(ranks, timeout=timeout, group_desc=name)
-        if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None, "every rank is in one group of each kind"
-    return mine

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from piper_megatron.workload import flags
 from piper_megatron.workload.command import PIPER_OPTIONS, read_command
+from piper_megatron.workload.dispatcher_flags import apply_dispatcher
 from piper_megatron.workload.piper_flags import apply_grid
 
 
@@ -41,5 +42,10 @@ def read_arguments(tokens: Sequence[str], *, version: str = flags.NEWEST) -> Arg
     """
     command = read_command(tokens, version)
     values, given, unknown = flags.parse(command.arguments, version, PIPER_OPTIONS)
-    apply_grid(values, lambda flag: flag[2:].replace("-", "_") in given)
+
+    def typed(flag: str) -> bool:
+        return flag[2:].replace("-", "_") in given
+
+    apply_grid(values, typed)
+    apply_dispatcher(values, typed)
     return Arguments(values, given, unknown, command.gpus)

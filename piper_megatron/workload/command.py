@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from piper_megatron.workload.shell import Shell, Started
 
 PIPER_OPTIONS = tuple(
-    flags.Option(options=(flag,), dest=flag[2:].replace("-", "_"), kind="store")
-    for flag, _, _ in PIPER_FLAGS
+    flags.Option(
+        options=(flag.name,), dest=flag.dest, kind="store" if flag.metavar else "store_true"
+    )
+    for flag in PIPER_FLAGS
 )
 # options whose text changes what is trained; a text elsewhere may stay without a value
 _TEXTS_THAT_COUNT = {
@@ -27,7 +29,10 @@ _TEXTS_THAT_COUNT = {
     "hybrid_override_pattern",
     "offload_modules",
     "pipeline_model_parallel_layout",
+    "piper_dispatcher",
+    "piper_dispatcher_chunks",
     "piper_grid",
+    "piper_node_size",
     "recompute_modules",
     "spec",
     "yaml_cfg",

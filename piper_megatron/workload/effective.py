@@ -84,9 +84,7 @@ def effective(values: argparse.Namespace, world: int) -> argparse.Namespace:
         WorkloadError: a size is missing or not positive, or the model is none that is modelled.
         LayoutError: virtual stages do not divide the layers.
     """
-    v = argparse.Namespace(**flags.defaults())
-    for dest, value in vars(values).items():
-        setattr(v, dest, _word(value))
+    v = _in_words(values)
     _refuse_other_models(v)
     v.num_layers = v.encoder_num_layers = v.encoder_num_layers or v.num_layers
     v.seq_length = v.encoder_seq_length = v.encoder_seq_length or v.seq_length
@@ -101,6 +99,25 @@ def effective(values: argparse.Namespace, world: int) -> argparse.Namespace:
     _experts(v)
     _recompute(v)
     _cuda_graphs(v)
+    return v
+
+
+def cuda_graphs(values: argparse.Namespace) -> tuple[str, frozenset[str]]:
+    """Implementation of CUDA graphs, and the modules that they capture; none for whole layers.
+
+    Args:
+        values: as for `effective`.
+    """
+    v = _in_words(values)
+    _cuda_graphs(v)
+    return v.cuda_graph_impl, frozenset(v.cuda_graph_modules)
+
+
+def _in_words(values: argparse.Namespace) -> argparse.Namespace:
+    """A copy with words in place of objects, and the newest release's defaults beside."""
+    v = argparse.Namespace(**flags.defaults())
+    for dest, value in vars(values).items():
+        setattr(v, dest, _word(value))
     return v
 
 

@@ -3,29 +3,74 @@
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from piper_megatron.errors import LayoutError
 
-# flag, metavar, help
+
+@dataclass(frozen=True)
+class PiperFlag:
+    """A `--piper-*` flag; its value is the text that was typed, None without it.
+
+    Attributes:
+        name: with its dashes.
+        metavar: what it takes; None for a switch, whose value is True.
+        help: for `--help`.
+    """
+
+    name: str
+    metavar: str | None
+    help: str
+
+    @property
+    def dest(self) -> str:
+        """Where its value goes."""
+        return self.name[2:].replace("-", "_")
+
+
 PIPER_FLAGS = (
-    (
+    PiperFlag(
         "--piper-grid",
         "PPxEP",
         "pipeline and expert parallel sizes, for instance 16x8; replaces "
         "--pipeline-model-parallel-size and --expert-model-parallel-size",
     ),
-    (
+    PiperFlag(
         "--piper-topology",
         "auto|NAME|FILE",
         "where the nodes, switches and groups are: what the job can see, a platform of the "
         "library (piper-megatron topology --list), or a YAML file",
     ),
-    (
+    PiperFlag(
         "--piper-placement",
         "auto|block|none|FILE",
         "which device plays which logical rank: by cost, node by node in topology order, the "
         "launcher's order, or as a file of 'piper-megatron topology --save' says; "
         "auto when a topology is given",
+    ),
+    PiperFlag(
+        "--piper-dispatcher",
+        "flat|2dh|halo|rail|rbd|auto",
+        "how tokens travel to their experts, in place of the exchange of "
+        "--moe-token-dispatcher-type alltoall: in one all-to-all (flat), node then rail (2dh), "
+        "rails beside the node (halo), once to every node (rail, rbd), or by predicted time (auto)",
+    ),
+    PiperFlag(
+        "--piper-dispatcher-chunks",
+        "N",
+        "parts in which halo and rail send to the other nodes, so that what arrived is spread "
+        "over the node meanwhile; by size without it",
+    ),
+    PiperFlag(
+        "--piper-node-size",
+        "N",
+        "takes every N consecutive members of an expert group for a node, for a rehearsal on one "
+        "machine; the true nodes without it",
+    ),
+    PiperFlag(
+        "--piper-dispatcher-stats",
+        None,
+        "logs rows, bytes and seconds of every hop of the dispatcher",
     ),
 )
 

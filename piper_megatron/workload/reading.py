@@ -103,7 +103,7 @@ def training_spec(values: argparse.Namespace) -> TrainingSpec:
                 values.bias_swiglu_fusion if values.swiglu else values.bias_gelu_fusion
             ),
             "cuda_graph_scope": tuple(values.cuda_graph_modules),
-            "dispatcher": values.moe_token_dispatcher_type,
+            "dispatcher": _dispatcher(values),
             "flex_backend": values.moe_flex_dispatcher_backend,
             "moe_router_load_balancing_type": _tuple(values.moe_router_load_balancing_type),
             "moe_aux_loss_coeff": _tuple(values.moe_aux_loss_coeff),
@@ -113,6 +113,13 @@ def training_spec(values: argparse.Namespace) -> TrainingSpec:
             ),
         },
     )
+
+
+def _dispatcher(values: argparse.Namespace) -> str:
+    """Piper's, which takes the place of Megatron's alltoall; a job without the plug-in has none."""
+    piper = getattr(values, "piper_dispatcher", None)
+    replaced = piper and values.moe_token_dispatcher_type == "alltoall"
+    return piper if replaced else values.moe_token_dispatcher_type
 
 
 def _gradient_dtype(values: argparse.Namespace) -> str:

@@ -1,7 +1,10 @@
 """The token dispatcher and its backends."""
 
+from collections import Counter
+
 from piper_megatron.check.command import Command
 from piper_megatron.check.rule import Problem, rule
+from piper_megatron.workload.dispatcher_flags import TWO_HOPS, dispatcher_conflict, dispatcher_flags
 
 ARGUMENTS = "training/arguments.py"
 CONFIG = "core/transformer/transformer_config.py"
@@ -141,4 +144,45 @@ def padding_for_quantization_has_conditions(c: Command) -> Problem | None:
             "--moe-router-padding-for-quantization does not work with the allgather dispatcher",
             "--moe-token-dispatcher-type alltoall",
         )
+    return None
+
+
+@rule("dispatcher.piper", source="piper_megatron: refused when the job starts")
+def piper_dispatcher_fits_the_command(c: Command) -> Problem | None:
+    """--piper-dispatcher and --piper-node-size do not contradict Megatron's flags."""
+    conflict = dispatcher_conflict(c.values)
+    return Problem(conflict.message, conflict.fix) if conflict else None
+
+
+@rule("dispatcher.piper-nodes", source="piper_megatron: refused when the job starts")
+def pretended_nodes_lie_in_true_ones(c: Command) -> Problem | None:
+    """So many members of an expert group as --piper-node-size says are on one node."""
+    size = dispatcher_flags(c.values).node_size
+    node = c.platform.ranks_per_node if c.platform else c.gpus
+    if size is None or c.gpus <= node or node % (size * c.etp) == 0:
+        return None
+    fits = [smaller for smaller in range(1, size) if node % (smaller * c.etp) == 0]
+    return Problem(
+        f"--piper-node-size {size}: so many members of an expert group span nodes of {node} ranks",
+        f"--piper-node-size {max(fits)}" if fits else "drop --piper-node-size",
+    )
+
+
+@rule("dispatcher.piper-shares", source="piper_megatron: refused when the job starts")
+def two_hops_need_equal_shares(c: Command) -> Problem | None:
+    """All nodes hold equally many members of an expert group, or one hop is all there is."""
+    flags = dispatcher_flags(c.values)
+    if flags.algorithm not in TWO_HOPS or flags.node_size is not None or c.platform is None:
+        return None
+    node, group = c.platform.ranks_per_node, c.ep * c.etp
+    for first in range(0, c.gpus - group + 1, group):
+        shares = Counter(rank // node for rank in range(first, first + group, c.etp))
+        if len(set(shares.values())) > 1:
+            return Problem(
+                f"--piper-dispatcher {flags.algorithm} needs nodes that hold equally many ranks of "
+                f"an expert group, and one of EP {c.ep} x ETP {c.etp} has "
+                f"{' and '.join(map(str, shares.values()))} on nodes of {node}",
+                "--piper-dispatcher auto or flat, or an EP x ETP that divides a node or fills "
+                "whole ones",
+            )
     return None
