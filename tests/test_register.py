@@ -1,6 +1,7 @@
 """The plug-in in real jobs: silent without a flag, visible in --help, undone on request."""
 
 import ast
+import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 from ranks import RankServer
 from tiny import ROOT, SCRIPT, tiny_command
+
+from piper_megatron.runtime.register import HOOKS
 
 OTHER_RELEASES = ("0.17.1", "0.18.2")
 INSTALLED = "0.19.2"
@@ -33,7 +36,7 @@ def test_without_a_flag_losses_and_gradient_norms_are_bit_identical(ranks):
     plain = ranks.run(SCRIPT, command, 4, env={"PIPER_DISABLE": "1"}).check()
     registered = ranks.run(SCRIPT, command, 4).check()
     assert "piper_megatron: applied" not in plain.outputs[0]
-    assert registered.outputs[0].count("piper_megatron: applied") == 4
+    assert registered.outputs[0].count("piper_megatron: applied") == len(HOOKS)
     assert "Piper grid" not in "".join(registered.outputs)
     assert len(plain.losses) == 5
     assert plain.losses == registered.losses
@@ -51,6 +54,8 @@ def test_help_of_the_unmodified_script_has_the_group(ranks):
 def register_and_undo() -> list[bool]:
     import megatron.training.arguments as arguments
     import megatron.training.initialize as initialize
+    import megatron.training.training as training
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     import piper_megatron
 
@@ -60,6 +65,8 @@ def register_and_undo() -> list[bool]:
             arguments.parse_args,
             arguments.validate_args,
             initialize._initialize_distributed,
+            MoELayer.__init__,
+            training.training_log,
         ]
 
     before = symbols()
@@ -126,26 +133,31 @@ def test_the_source_patch_applies_and_does_what_the_hooks_do(release, tmp_path):
         server.close()
     output = "".join(run.outputs)
     assert "Piper grid 2x2" in output
-    assert output.count("piper_megatron: in the source: ") == 4
+    assert output.count("piper_megatron: in the source: ") == len(HOOKS)
     assert "piper_megatron: applied" not in output
 
 
 def patched_tree(source: Path, patch: Path, folder: Path) -> Path:
     """A tree of links to a wheel, with patched copies of the files that the patch names."""
-    (folder / "megatron" / "training").mkdir(parents=True)
-    for entry in (source / "megatron").iterdir():
-        if entry.name != "training":
-            (folder / "megatron" / entry.name).symlink_to(entry)
-    for entry in (source / "megatron" / "training").iterdir():
-        target = folder / "megatron" / "training" / entry.name
-        if entry.name in ("arguments.py", "initialize.py"):
-            target.write_bytes(entry.read_bytes())
-        else:
-            target.symlink_to(entry)
+    patched = re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.MULTILINE)
+    link_all_but(patched, source / "megatron", folder / "megatron", "megatron")
     for entry in source.glob("megatron_core-*.dist-info"):
         (folder / entry.name).symlink_to(entry)
     subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
     return folder
+
+
+def link_all_but(copied: list[str], source: Path, target: Path, name: str) -> None:
+    """Links what a folder holds; files to copy, and the folders on the way to them, are real."""
+    target.mkdir()
+    for entry in source.iterdir():
+        path = f"{name}/{entry.name}"
+        if path in copied:
+            (target / entry.name).write_bytes(entry.read_bytes())
+        elif any(file.startswith(f"{path}/") for file in copied):
+            link_all_but(copied, entry, target / entry.name, path)
+        else:
+            (target / entry.name).symlink_to(entry)
 
 
 def imports(path: Path) -> set[str]:

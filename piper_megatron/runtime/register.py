@@ -1,11 +1,11 @@
-"""What attaches to Megatron: four hooks, applied at run time or as decorators in its source."""
+"""What attaches to Megatron: the hooks, applied at run time or as decorators in its source."""
 
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
 
-from piper_megatron.runtime.arguments import add_piper_group, resolve
+from piper_megatron.runtime.arguments import add_piper_group, notes, resolve
 from piper_megatron.runtime.hooks import Hook, HookSet, require_known_megatron
 from piper_megatron.runtime.user_errors import one_line_errors
 from piper_megatron.switches import switched_on
@@ -26,6 +26,7 @@ def _resolve_flags(original: Callable) -> Callable:
 
         with one_line_errors():
             parsed = resolve(original(*args, **kwargs))
+            _say_once(notes(parsed))
             if cpu.is_enabled():
                 _say_once(cpu.translate(parsed))
             return parsed
@@ -61,6 +62,29 @@ def _add_groups(original: Callable) -> Callable:
     return _initialize_distributed
 
 
+def _attach_dispatcher(original: Callable) -> Callable:
+    @wraps(original)
+    def __init__(self, *args, **kwargs):
+        from piper_megatron.runtime.dispatch.attach import attach
+
+        original(self, *args, **kwargs)
+        attach(self)
+
+    return __init__
+
+
+def _log_dispatcher(original: Callable) -> Callable:
+    @wraps(original)
+    def training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **kwargs):
+        from piper_megatron.runtime.dispatch.stats import log_iteration
+
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **kwargs)
+        log_iteration(iteration)
+        return result
+
+    return training_log
+
+
 HOOKS = (
     Hook(
         "arguments.group",
@@ -72,7 +96,7 @@ HOOKS = (
         "arguments.parse",
         "megatron.training.arguments:parse_args",
         _resolve_flags,
-        "turns --piper-grid into Megatron's sizes",
+        "turns --piper-* flags into Megatron's arguments",
     ),
     Hook(
         "arguments.validate",
@@ -85,6 +109,18 @@ HOOKS = (
         "megatron.training.initialize:_initialize_distributed",
         _add_groups,
         "adds node and rail groups",
+    ),
+    Hook(
+        "dispatcher.attach",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
+        _attach_dispatcher,
+        "gives MoE layers the dispatcher of --piper-dispatcher",
+    ),
+    Hook(
+        "dispatcher.log",
+        "megatron.training.training:training_log",
+        _log_dispatcher,
+        "logs what --piper-dispatcher-stats counts",
     ),
 )
 
