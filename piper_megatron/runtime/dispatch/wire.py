@@ -150,9 +150,11 @@ class Hop:
                 tag=tag,
                 group_peer=self.ranks[s.peer],
             )
+            # gloo's sender waits for word that the receive is posted: that word must not queue on
+            # the link behind what other ranks of the host send
             for kind, rows, segments in (
-                (dist.isend, source, sends),
                 (dist.irecv, target, receives),
+                (dist.isend, source, sends),
             )
             for s in segments
             if s.peer != me and s.stop > s.start
