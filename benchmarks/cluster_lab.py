@@ -42,6 +42,7 @@ from piper_megatron.errors import PiperError
 NAME_PREFIX = "piperlab"
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
+CONGESTION_CONTROL = "reno"  # part of every kernel
 TOOLS = ("ip", "tc", "unshare", "hostname")
 # how rank numbers are dealt out: (rank, hosts, ranks per host) -> (host, local rank)
 ORDERS: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
@@ -194,8 +195,20 @@ class ClusterLab:
             _command("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             _command("ip", "-n", host, "addr", "add", f"{_address(i)}/24", "dev", "eth0")
             _command("ip", "-n", host, "link", "set", "eth0", "up")
+            self._set_congestion_control(host, _address(i))
             self._limit(switch, port)
             self._limit(host, "eth0")
+
+    def _set_congestion_control(self, namespace: str, address: str) -> None:
+        """Makes TCP share links evenly whatever the machine's default is.
+
+        BBR lets one stream of an exchange end at half of the time of the others.
+        """
+        for route in ((f"{SUBNET}.0/24",), ("local", address, "table", "local")):
+            _command(
+                *("ip", "-n", namespace, "route", "replace", *route),
+                *("dev", "eth0", "src", address, "congctl", CONGESTION_CONTROL),
+            )
 
     def _limit(self, namespace: str, device: str) -> None:
         bits_per_s = round(self.mbit * 1e6)
