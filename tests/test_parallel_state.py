@@ -12,7 +12,7 @@ from piper_megatron.layout.grid import ParallelLayout
 from piper_megatron.layout.placement import Placement, place
 from piper_megatron.layout.traffic import traffic_of
 from piper_megatron.platform.topology import Level, Location, Node, Topology
-from piper_megatron.runtime.dispatch.groups import members_by_node
+from piper_megatron.runtime.dispatch.groups import equal_shares, members_by_node
 from piper_megatron.runtime.parallel_state import nodes_of_ranks
 
 # launcher rank 0 opens the store on n1; logical rank 0 will be on n0
@@ -21,7 +21,8 @@ ROUND_ROBIN = ("n1", "n0") * 4
 
 def test_members_of_a_node_are_found_wherever_they_stand():
     assert members_by_node(["a", "b", "a", "b"]) == ((0, 2), (1, 3))
-    assert members_by_node(["a", "a", "b"]) is None
+    assert equal_shares(members_by_node(["a", "b", "a", "b"]))
+    assert not equal_shares(members_by_node(["a", "a", "b"]))
 
 
 def test_a_node_size_cuts_groups_into_parts_that_lie_inside_true_nodes():
@@ -32,7 +33,7 @@ def test_a_node_size_cuts_groups_into_parts_that_lie_inside_true_nodes():
         assert members_by_node([nodes[rank] for rank in group]) == ((0, 1), (2, 3))
     on_two = ["a"] * 4 + ["b"] * 4
     assert len(set(nodes_of_ranks(layout, on_two, 1))) == 4
-    assert members_by_node(nodes_of_ranks(layout, on_two, 2)) is not None
+    assert equal_shares(members_by_node(nodes_of_ranks(layout, on_two, 2)))
     with pytest.raises(LayoutError, match=r"--piper-node-size 4 takes ranks 0 to 6.*on a and b"):
         nodes_of_ranks(layout, on_two, 4)
     with pytest.raises(LayoutError, match=r"ranks 0 to 2 .*add --piper-placement auto"):
@@ -66,9 +67,9 @@ def start_job(argv: list[str]) -> dict:
         "dist_rank": dist.get_rank(),
         "location": placed_job().locations[dist.get_rank()],
         "ep": members(mpu.get_expert_model_parallel_group()),
-        "node": groups and members(groups.node),
-        "rail": groups and members(groups.rail),
-        "timeouts": groups
+        "node": groups.node and members(groups.node),
+        "rail": groups.rail and members(groups.rail),
+        "timeouts": groups.node
         and {
             g._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for g in (groups.node, groups.rail)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
@@ -29,7 +30,12 @@ from piper_megatron.platform.discovery import (
 from piper_megatron.platform.topology import Location, Topology
 from piper_megatron.report.grid_map import render_grid_map
 from piper_megatron.runtime.arguments import layout_of, uses_piper
-from piper_megatron.runtime.dispatch.groups import ExpertGroups, members_by_node, split_group
+from piper_megatron.runtime.dispatch.groups import (
+    ExpertGroups,
+    equal_shares,
+    members_by_node,
+    split_group,
+)
 from piper_megatron.runtime.rendezvous import agree, comparable, job_store, same_as_rank_0
 from piper_megatron.runtime.workload import workload_of
 from piper_megatron.workload.dispatcher_flags import TWO_HOPS, dispatcher_flags
@@ -66,7 +72,7 @@ def placed_job() -> PlacedJob | None:
 
 
 def expert_groups() -> ExpertGroups | None:
-    """Groups of this rank's expert group; None without a `--piper-*` flag or on unequal shares."""
+    """Groups of this rank's expert group; None without a `--piper-*` flag."""
     return _expert_groups
 
 
@@ -215,15 +221,26 @@ def nodes_of_ranks(
 
 
 def _refuse_unequal_shares(algorithm: str, layout: ParallelLayout, nodes: Sequence[str]) -> None:
-    for group in layout.groups("ep").tolist():
-        of_group = [nodes[rank] for rank in group]
-        if members_by_node(of_group) is None:
-            shares = ", ".join(f"{count} on {node}" for node, count in Counter(of_group).items())
-            raise LayoutError(
-                f"--piper-dispatcher {algorithm} needs nodes that hold equally many ranks of an "
-                f"expert group, and ranks {group[0]} to {group[-1]} are {shares}; use "
-                "--piper-dispatcher auto or flat, or --piper-placement auto"
-            )
+    for group in layout.groups("tp_ep"):
+        if _lie_alike(layout, group, nodes):
+            continue
+        on_nodes = Counter(nodes[rank] for rank in group)
+        shares = ", ".join(f"{count} on {node}" for node, count in on_nodes.items())
+        raise LayoutError(
+            f"--piper-dispatcher {algorithm} needs nodes that hold equally many ranks of an "
+            f"expert group, and ranks {group[0]} to {group[-1]} are {shares}; use "
+            "--piper-dispatcher auto or flat, or --piper-placement auto"
+        )
+
+
+def _lie_alike(layout: ParallelLayout, tp_ep: np.ndarray, nodes: Sequence[str]) -> bool:
+    """Whether the expert groups of a tp-ep group are spread alike, in equal shares.
+
+    They exchange counts with each other.
+    """
+    expert_groups = tp_ep.reshape(layout.ep, layout.etp).T.tolist()
+    splits = {members_by_node([nodes[rank] for rank in group]) for group in expert_groups}
+    return len(splits) == 1 and all(map(equal_shares, splits))
 
 
 def build_expert_groups(timeout: timedelta) -> ExpertGroups | None:
@@ -237,5 +254,9 @@ def build_expert_groups(timeout: timedelta) -> ExpertGroups | None:
         return None
     ep = mpu.get_expert_model_parallel_group()
     nodes = [_job.expert_nodes[rank] for rank in dist.get_process_group_ranks(ep)]
-    _expert_groups = split_group(ep, nodes, timeout)
+    tp_ep = next(group for group in _job.layout.groups("tp_ep") if dist.get_rank() in group)
+    if _lie_alike(_job.layout, tp_ep, _job.expert_nodes):
+        _expert_groups = split_group(ep, nodes, timeout)
+    else:
+        _expert_groups = ExpertGroups(ep, members_by_node(nodes))
     return _expert_groups

@@ -41,7 +41,8 @@ def _job_spec() -> DispatcherSpec | None:
     flags, groups = _flags(), expert_groups()
     if flags.algorithm is None:
         return None
+    assert groups is not None, "ranks are placed when a flag is given"
     algorithm = flags.algorithm
     if algorithm == "auto":
-        algorithm = "rail" if groups is not None and groups.nodes > 1 else "flat"
+        algorithm = "rail" if groups.rail is not None and groups.nodes > 1 else "flat"
     return DispatcherSpec(algorithm, groups, flags.chunks or 1)

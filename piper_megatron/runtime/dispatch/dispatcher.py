@@ -54,6 +54,7 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
         super().__init__(*args, **kwargs)
         self.links = links
         self._census: Census | None = None
+        self.tokens_per_expert: Any = None
 
     def _gather_counts(self, numbers: torch.Tensor) -> torch.Tensor:
         """The numbers of all ranks, [P, t, n]: one all-gather, as Megatron's."""

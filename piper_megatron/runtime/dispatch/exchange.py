@@ -46,12 +46,14 @@ class Links:
     @cached_property
     def node(self) -> Hop:
         """To a rank of this node, by its local index."""
+        assert self.groups.node is not None
         far = (False,) * self.groups.per_node
         return Hop(INSIDE, self.groups.node, tuple(range(len(far))), self.where, far, self.recorder)
 
     @cached_property
     def rail(self) -> Hop:
         """To the rank of this local index on a node, by the node's index."""
+        assert self.groups.rail is not None
         far = (True,) * self.groups.nodes
         return Hop(
             BETWEEN, self.groups.rail, self.groups.rail_ranks, self.where, far, self.recorder

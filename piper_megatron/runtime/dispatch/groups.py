@@ -14,15 +14,15 @@ class ExpertGroups:
 
     Attributes:
         ep: the expert group.
-        node: members on this rank's node, in group order.
-        rail: members with this rank's index on their node, one per node.
         members: [M][g] ranks within `ep`.
+        node: members on this rank's node, in group order; None when nodes hold unequal shares.
+        rail: members with this rank's index on their node, one per node; None likewise.
     """
 
     ep: dist.ProcessGroup
-    node: dist.ProcessGroup
-    rail: dist.ProcessGroup
     members: tuple[tuple[int, ...], ...]
+    node: dist.ProcessGroup | None = None
+    rail: dist.ProcessGroup | None = None
 
     @property
     def nodes(self) -> int:
@@ -56,8 +56,8 @@ class ExpertGroups:
         return tuple(chain.from_iterable(self.members))
 
 
-def members_by_node(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
-    """Members of a group, node by node in order of appearance; None when nodes hold unequal shares.
+def members_by_node(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Members of a group, node by node in order of appearance.
 
     Args:
         hosts: of every member, in group order.
@@ -65,33 +65,30 @@ def members_by_node(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
     by_host: dict[str, list[int]] = {}
     for member, host in enumerate(hosts):
         by_host.setdefault(host, []).append(member)
-    if len({len(members) for members in by_host.values()}) != 1:
-        return None
     return tuple(map(tuple, by_host.values()))
 
 
-def split_group(
-    ep: dist.ProcessGroup, hosts: Sequence[str], timeout: timedelta
-) -> ExpertGroups | None:
+def equal_shares(members: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether all nodes hold equally many members."""
+    return len(set(map(len, members))) == 1
+
+
+def split_group(ep: dist.ProcessGroup, hosts: Sequence[str], timeout: timedelta) -> ExpertGroups:
     """Makes the node groups and rail groups of one expert group; collective over its members.
 
     Args:
         ep: the expert group.
-        hosts: of every member, in group order; the same on all members.
+        hosts: of every member, in group order, in equal shares; the same on all members.
         timeout: of the job; an unset one would fall back to torch's default.
-
-    Returns:
-        None when the nodes hold unequal shares of the group.
     """
     members = members_by_node(hosts)
-    if members is None:
-        return None
+    assert equal_shares(members)
     rails = list(zip(*members, strict=True))
     return ExpertGroups(
-        ep=ep,
-        node=_own_part(ep, members, "EXPERT_NODE_GROUP", timeout),
-        rail=_own_part(ep, rails, "EXPERT_RAIL_GROUP", timeout),
-        members=members,
+        ep,
+        members,
+        _own_part(ep, members, "EXPERT_NODE_GROUP", timeout),
+        _own_part(ep, rails, "EXPERT_RAIL_GROUP", timeout),
     )
 
 

@@ -204,7 +204,7 @@ def schedule(nodes: int, chunks: int, divisible: bool) -> Schedule:
     groups = [tuple(map(int, part)) for part in np.array_split(remote, min(chunks, nodes - 1) or 1)]
     groups = [group for group in groups if group]
     parts = -(-chunks // len(groups)) if divisible and groups else 1
-    rounds = [((0,), slice(0, parts))]
+    rounds: list[tuple[tuple[int, ...], slice]] = [((0,), slice(0, parts))]
     rounds += [(group, slice(part, part + 1)) for part in range(parts) for group in groups]
     distances, slices = zip(*rounds, strict=True)
     return Schedule(distances, slices)
