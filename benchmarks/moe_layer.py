@@ -97,13 +97,14 @@ def expert_groups(nodes: int) -> Any:
     return split_group(group, hosts, timedelta(minutes=5))
 
 
-def with_dispatcher(layer: Any, algorithm: str, groups: Any) -> Any:
+def with_dispatcher(layer: Any, algorithm: str, groups: Any, recorder: Any = None) -> Any:
     """The layer with one of Piper's dispatchers; it shares the weights of the given one.
 
     Args:
         layer: of `build_layer`.
         algorithm: one of the dispatcher's `ALGORITHMS`.
         groups: of `expert_groups`.
+        recorder: a LayerRecorder that counts, if any.
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -115,5 +116,6 @@ def with_dispatcher(layer: Any, algorithm: str, groups: Any) -> Any:
         layer.local_expert_indices,
         layer.config,
         get_default_pg_collection(),
+        recorder=recorder,
     )
     return other
