@@ -84,12 +84,13 @@ def split_group(ep: dist.ProcessGroup, hosts: Sequence[str], timeout: timedelta)
     members = members_by_node(hosts)
     assert equal_shares(members)
     rails = list(zip(*members, strict=True))
-    return ExpertGroups(
-        ep,
-        members,
-        _own_part(ep, members, "EXPERT_NODE_GROUP", timeout),
-        _own_part(ep, rails, "EXPERT_RAIL_GROUP", timeout),
-    )
+    node = _own_part(ep, members, "EXPERT_NODE_GROUP", timeout)
+    rail = _own_part(ep, rails, "EXPERT_RAIL_GROUP", timeout)
+    for group in (node, rail, ep):
+        # NCCL connects a group at its first call, which all members must make; a rank that has
+        # nothing to send or receive would not
+        dist.barrier(group)
+    return ExpertGroups(ep, members, node, rail)
 
 
 def _own_part(
