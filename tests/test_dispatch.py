@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from made_up import platform, transfer
 
 from piper_megatron.platform.platform import load_platform
-from piper_megatron.resources.dispatch import (
-    counts_cost,
-    dispatch_cost,
+from piper_megatron.resources.dispatch import announcement_cost, dispatch_cost, fast_level
+from piper_megatron.resources.dispatch_rows import (
+    Distinct,
+    Rows,
     distinct_domains,
-    fast_level,
+    expected,
+    pairs_per_token,
     rows_per_token,
 )
 from piper_megatron.resources.reach import Reach
@@ -29,7 +31,9 @@ def reach(nodes: int, per_node: int = 8) -> Reach:
 
 
 def cost(dispatcher: str, group: Reach, where=None, *, tokens=4096, row_bytes=7168 * 2, **more):
-    training = TrainingSpec(precision="bf16", dispatcher=dispatcher)
+    training = TrainingSpec(
+        precision="bf16", dispatcher=dispatcher, dispatcher_chunks=more.pop("chunks", None)
+    )
     experts = more.pop("experts", XMOE_LARGE)
     return dispatch_cost(
         where or platform(),
@@ -38,9 +42,14 @@ def cost(dispatcher: str, group: Reach, where=None, *, tokens=4096, row_bytes=71
         group,
         tokens=tokens,
         row_bytes=row_bytes,
-        probabilities=False,
-        **more,
+        **{"probabilities": False} | more,
     )
+
+
+def rows(dispatcher: str, experts: Experts, nodes: int, per_node: int) -> Rows:
+    """Of a dispatcher under uniform routing."""
+    reached = expected(experts, nodes, per_node)
+    return rows_per_token(dispatcher, experts.topk, reached, nodes, per_node)
 
 
 def route(experts: Experts, tokens: int, seed: int) -> np.ndarray:
@@ -105,50 +114,81 @@ def test_closed_form_counts_distinct_domains(sizes, domains, seed):
     [
         ("flat", 0.75, 0.22),
         ("rail", 0.339, 0.795),
-        ("rbd", 0.339, 0.586),
     ],
 )
 def test_rows_of_the_common_example(dispatcher, between, inside):
     """E 256, k 8, 4 nodes of 8: fractions of the routed rows."""
-    rows = rows_per_token(dispatcher, XMOE_LARGE, 4, 8)
-    assert float(rows.between) / 8 == pytest.approx(between, abs=0.001)
-    assert sum(map(float, rows.inside)) / 8 == pytest.approx(inside, abs=0.002)
+    found = rows(dispatcher, XMOE_LARGE, 4, 8)
+    assert float(found.between) / 8 == pytest.approx(between, abs=0.001)
+    assert float(found.inside) / 8 == pytest.approx(inside, abs=0.002)
 
 
-def count_rows(experts: Experts, nodes: int, per_node: int, seed: int) -> dict[str, tuple]:
-    """Rows per token of rank 0 that leave for other nodes, and for other ranks of a node."""
-    tokens = 4000
-    rank = route(experts, tokens, seed) // (experts.count // (nodes * per_node))
-    node = rank // per_node
-    pilot_rows, replica_rows, rail_rows, once_a_node, flat_far, flat_near = 0, 0, 0, 0, 0, 0
-    for ranks, of_node in zip(rank.tolist(), node.tolist(), strict=True):
-        flat_far += sum(n != 0 for n in of_node)
-        flat_near += sum(n == 0 and r != 0 for r, n in zip(ranks, of_node, strict=True))
-        once_a_node += len(set(of_node) - {0})
-        # rails arrive at the sender's place in every node and are passed on inside it
-        rail_rows += len({r for r in ranks if r % per_node != 0})
-        for each in set(of_node):
-            first, *others = [r for r, n in zip(ranks, of_node, strict=True) if n == each]
-            pilot_rows += each == 0 and first != 0
-            replica_rows += sum(r != first for r in others)
+def papers_replicas(experts: Experts, nodes: int, per_node: int) -> float:
+    """Rows of a token that arXiv:2508.13337 sends inside nodes: one for every expert."""
+    local = experts.count / (nodes * per_node)
+    elsewhere = 1 - (local - 1) / (experts.count / nodes - 1)
+    return (experts.topk - float(distinct_domains(experts, nodes))) * elsewhere
+
+
+def test_replicas_for_each_rank_are_fewer_than_the_papers_for_each_expert():
+    """The paper's 0.586 of the routed rows is an upper bound, reached with one expert a rank."""
+    found = rows("rbd", XMOE_LARGE, 4, 8)
+    assert float(found.between) / 8 == pytest.approx(0.339, abs=0.001)
+    pilots, replicas = float(found.beside), float(found.near + found.spread)
+    assert (pilots + papers_replicas(XMOE_LARGE, 4, 8)) / 8 == pytest.approx(0.586, abs=0.002)
+    assert 0.9 * papers_replicas(XMOE_LARGE, 4, 8) < replicas < papers_replicas(XMOE_LARGE, 4, 8)
+    alone = Experts(count=32, topk=8, ffn=1)
+    found = rows("rbd", alone, 4, 8)
+    assert float(found.near + found.spread) == pytest.approx(papers_replicas(alone, 4, 8))
+
+
+def trips(dispatcher: str, pairs: list[int], token: int, per_node: int) -> dict[str, list]:
+    """(Sender, receiver) of every row and pair of a token of rank 0 that a node needs.
+
+    Args:
+        pairs: rank of each of its experts on the node.
+    """
+    if dispatcher == "flat":
+        direct = [(0, rank) for rank in pairs]
+        return {"rows": direct, "pairs": direct}
+    needed = sorted(set(pairs))
+    # rails arrive at the sender's place in every node
+    rail = needed[0] // per_node * per_node
+    relay = rail if dispatcher == "rail" else needed[token % len(needed)]
     return {
-        "flat": (flat_far / tokens, flat_near / tokens),
-        "rail": (once_a_node / tokens, rail_rows / tokens),
-        "rbd": (once_a_node / tokens, (pilot_rows + replica_rows) / tokens),
+        "rows": [(0, relay), *((relay, rank) for rank in needed)],
+        "pairs": [*[(0, relay)] * len(pairs), *((relay, rank) for rank in pairs)],
     }
+
+
+def count_trips(dispatcher: str, experts: Experts, nodes: int, per_node: int) -> dict[str, tuple]:
+    """Rows and pairs per token that go to other nodes, and to other ranks of a node."""
+    tokens = 4000
+    ranks = route(experts, tokens, seed=3) // (experts.count // (nodes * per_node))
+    counted = {"rows": np.zeros(2), "pairs": np.zeros(2)}
+    for token, of_token in enumerate(ranks.tolist()):
+        for node in {rank // per_node for rank in of_token}:
+            of_node = [rank for rank in of_token if rank // per_node == node]
+            for what, sent in trips(dispatcher, of_node, token, per_node).items():
+                far = sum(a // per_node != b // per_node for a, b in sent)
+                counted[what] += [far, sum(a != b for a, b in sent) - far]
+    return {what: tuple(total / tokens) for what, total in counted.items()}
 
 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "count", "topk"),
     [(2, 4, 64, 6), (4, 2, 64, 6), (4, 8, 64, 4), (3, 4, 48, 3)],
 )
-def test_rows_are_those_of_a_routed_batch(nodes, per_node, count, topk):
+@pytest.mark.parametrize("dispatcher", ["flat", "rail", "rbd"])
+def test_rows_and_pairs_are_those_of_a_routed_batch(dispatcher, nodes, per_node, count, topk):
     experts = Experts(count=count, topk=topk, ffn=1)
-    counted = count_rows(experts, nodes, per_node, seed=3)
-    for dispatcher, (between, inside) in counted.items():
-        rows = rows_per_token(dispatcher, experts, nodes, per_node)
-        assert between == pytest.approx(float(rows.between), rel=0.02, abs=0.02)
-        assert inside == pytest.approx(sum(map(float, rows.inside)), rel=0.03, abs=0.03)
+    reached = expected(experts, nodes, per_node)
+    counted = count_trips(dispatcher, experts, nodes, per_node)
+    for what, formula in (("rows", rows_per_token), ("pairs", pairs_per_token)):
+        found = formula(dispatcher, topk, reached, nodes, per_node)
+        assert counted[what] == pytest.approx(
+            (float(found.between), float(found.inside)), rel=0.03, abs=0.03
+        )
 
 
 def test_times_of_xmoes_redundancy_bypass():
@@ -163,9 +203,13 @@ def test_times_of_xmoes_redundancy_bypass():
     # measured: 38.9 ms flat (implied), pilots 18.5 ms, replicas 4 ms
     real = platform(node_gbps=57, between=transfer(efficiency=0.7))
     assert float(cost("flat", reach(4), real).seconds) == pytest.approx(38.9e-3, rel=0.05)
-    replicas = float(rows_per_token("rbd", XMOE_LARGE, 4, 8).inside[1]) * 4096 * 7168 * 2
-    assert replicas == pytest.approx(229e6, rel=0.01)
-    assert float(cost("rbd", reach(4), real).seconds) == pytest.approx(22.5e-3, rel=0.02)
+    assert papers_replicas(XMOE_LARGE, 4, 8) * 4096 * 7168 * 2 == pytest.approx(229e6, rel=0.01)
+    pilots = cost("rbd", reach(4), platform(node_gbps=1e9, between=transfer(efficiency=0.7)))
+    assert float(pilots.seconds) == pytest.approx(18.5e-3, rel=0.02)
+    # a rank's own replicas are passed on while others cross, which the paper's stages do not
+    both = float(cost("rbd", reach(4), real).seconds)
+    assert both == pytest.approx(18.5e-3 + 3 / 4 * 4e-3, rel=0.03)
+    assert both < 22.5e-3
 
 
 @pytest.mark.parametrize(("nodes", "flat", "halo"), [(4, 24, 3), (16, 120, 15)])
@@ -175,21 +219,29 @@ def test_acceptance_13_dispatch_bytes_and_messages(nodes, flat, halo):
     ep, row = 8 * nodes, tokens * 8 * 2 * width
     everybody = ep * sum(map(float, cost("flat", group).bytes_by_level))
     assert everybody == pytest.approx(2 * (ep - 1) * tokens * 8 * width)
-    between = {name: float(cost(name, group).bytes_by_level[1]) for name in ("flat", "halo", "2dh")}
+    between = {
+        name: float(cost(name, group, chunks=1).bytes_by_level[1])
+        for name in ("flat", "halo", "2dh")
+    }
     assert between["flat"] == pytest.approx(between["halo"]) == pytest.approx(between["2dh"])
     chunk = row / ep
     spread = 7 * (nodes - 1) * chunk
     near = 7 * chunk
-    assert float(cost("halo", group).bytes_by_level[0]) == pytest.approx(near + spread)
+    in_one_part = cost("halo", group, chunks=1)
+    assert float(in_one_part.bytes_by_level[0]) == pytest.approx(near + spread)
     assert float(cost("flat", group).messages) == flat + 7
-    assert float(cost("halo", group).messages) == halo + 2 * 7
+    assert float(in_one_part.messages) == halo + 2 * 7
+    # more parts send the same bytes, each on its own inside the node
+    in_three = cost("halo", group, chunks=3)
+    assert np.allclose(in_three.bytes_by_level, in_one_part.bytes_by_level)
+    assert float(in_three.messages) == halo + 4 * 7
 
 
 def halo_and_flat(nodes: int, chunk_bytes: float) -> tuple[float, float]:
     where = platform(inside=transfer(latency_s=5e-6), between=transfer(latency_s=10e-6))
     tokens = chunk_bytes * 8 * nodes / XMOE_LARGE.topk
     return tuple(
-        float(cost(name, reach(nodes), where, tokens=tokens, row_bytes=1).seconds)
+        float(cost(name, reach(nodes), where, tokens=tokens, row_bytes=1, chunks=1).seconds)
         for name in ("halo", "flat")
     )
 
@@ -221,12 +273,23 @@ def test_acceptance_15_one_curve_of_fan_out_gives_the_measured_gains():
     ideal = platform()
     share = {}
     for nodes, gain in MEASURED_GAIN.items():
-        halo, flat = (float(cost(n, reach(nodes), ideal).seconds) for n in ("halo", "flat"))
+        halo, flat = (
+            float(cost(n, reach(nodes), ideal, chunks=1).seconds) for n in ("halo", "flat")
+        )
         share[nodes] = flat / halo / gain
     real = platform(between=transfer(fan_out=share))
     for nodes, gain in MEASURED_GAIN.items():
-        halo, flat = (float(cost(n, reach(nodes), real).seconds) for n in ("halo", "flat"))
+        halo, flat = (
+            float(cost(n, reach(nodes), real, chunks=1).seconds) for n in ("halo", "flat")
+        )
         assert flat / halo == pytest.approx(gain)
+
+
+def announced(dispatcher: str, group: Reach, where=None, *, tokens=4096, experts=XMOE_LARGE):
+    training = TrainingSpec(precision="bf16", dispatcher=dispatcher)
+    return announcement_cost(
+        where or platform(), training, experts, group, group, tokens=tokens, row_bytes=7168 * 2
+    )
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -235,16 +298,89 @@ def test_acceptance_15_one_curve_of_fan_out_gives_the_measured_gains():
     st.sampled_from([(64, 6), (256, 8), (128, 2)]),
     st.sampled_from([1e2, 1e4, 1e6]),
 )
-def test_auto_is_the_cheapest_and_deduplication_never_sends_more(nodes, sizes, tokens):
+def test_auto_is_the_cheapest_round_trip_and_deduplication_never_sends_more(nodes, sizes, tokens):
     experts = Experts(count=sizes[0], topk=sizes[1], ffn=1)
     where = platform(inside=transfer(latency_s=5e-6), between=transfer(latency_s=1e-5))
-    priced = {
-        name: cost(name, reach(nodes, 4), where, tokens=tokens, row_bytes=64, experts=experts)
-        for name in (*PIPER, "auto")
-    }
-    assert float(priced["auto"].seconds) == min(float(priced[name].seconds) for name in PIPER)
+    group, more = reach(nodes, 4), {"tokens": tokens, "experts": experts}
+
+    def round_trip(name: str) -> float:
+        there, back = (cost(name, group, where, probabilities=p, **more) for p in (True, False))
+        return float((announced(name, group, where, **more) + there + back).seconds)
+
+    assert round_trip("auto") == pytest.approx(min(map(round_trip, PIPER)), rel=1e-12)
+    flat = float(cost("flat", group, where, **more).bytes_by_level[1])
     for name in ("rail", "rbd"):
-        assert float(priced[name].bytes_by_level[1]) < float(priced["flat"].bytes_by_level[1])
+        assert float(cost(name, group, where, **more).bytes_by_level[1]) < flat
+
+
+def test_inside_a_node_auto_is_flat():
+    inside, flat = cost("auto", reach(1)), cost("flat", reach(1))
+    assert float(inside.seconds) == float(flat.seconds) > float(cost("rail", reach(1)).seconds)
+
+
+def test_flat_costs_what_megatrons_alltoall_costs():
+    for p in (False, True):
+        ours, megatrons = (cost(n, reach(4), probabilities=p) for n in ("flat", "alltoall"))
+        assert float(ours.seconds) == float(megatrons.seconds)
+        assert float(ours.messages) == float(megatrons.messages) == (1 + p) * 31
+
+
+def test_two_hops_overlap_in_parts():
+    """Nodes of 8 x 4, 50 and 12.5 GB/s, no latencies: 21 parts far, 7 near, 21 spread a chunk."""
+    unit = 4096 * 8 / 32 * 7168 * 2
+    far, near, spread = 24 * unit / 12.5e9, 7 * unit / 50e9, 21 * unit / 50e9
+    seconds = [float(cost("halo", reach(4), chunks=m).seconds) for m in (1, 2, 3, 9)]
+    assert seconds[0] == pytest.approx(max(far, near) + spread)
+    assert seconds[1] == pytest.approx(far + spread / 2)
+    # no more parts than other nodes
+    assert seconds[2] == seconds[3] == pytest.approx(far + spread / 3)
+    parts = [float(cost("rail", reach(2), chunks=m).seconds) for m in (1, 4)]
+    found = rows("rail", XMOE_LARGE, 2, 8)
+    far, spread = (
+        float(n) * 4096 * 7168 * 2 / rate
+        for n, rate in ((found.between, 12.5e9), (found.spread, 50e9))
+    )
+    near = spread
+    assert parts[0] == pytest.approx(max(near, far) + spread)
+    assert parts[1] == pytest.approx(max(near + spread, far / 4 + spread, far + spread / 4))
+
+
+def test_as_many_parts_as_pay():
+    """Short exchanges go in one part, long ones in several."""
+    where = platform(inside=transfer(startup_s=1e-5, latency_s=1e-6))
+    for tokens, several in ((1, False), (65536, True)):
+        best = float(cost("rail", reach(4), where, tokens=tokens).seconds)
+        tried = [
+            float(cost("rail", reach(4), where, tokens=tokens, chunks=m).seconds)
+            for m in (1, 2, 4, 8)
+        ]
+        assert best == min(tried)
+        assert (tried.index(best) > 0) is several
+
+
+def test_a_trace_replaces_the_expectation():
+    local = Distinct(nodes=1.0, ranks=1.0)
+    found = rows_per_token("rail", 8, local, 4, 8)
+    assert found.between == 0.75
+    assert found.near + found.spread == pytest.approx(7 / 8)
+
+
+def test_announcements_count_what_the_dispatchers_send():
+    """64 experts on 2 nodes of 4: counts of 8 bytes, or tables of 4 and a bit for each expert."""
+    experts = Experts(count=64, topk=6, ffn=1)
+    group, tokens = reach(2, 4), 1000
+    flat = announced("flat", group, experts=experts, tokens=tokens)
+    assert sum(flat.bytes_by_level) == pytest.approx(7 * 64 * 8)
+    found = rows("rail", experts, 2, 4)
+    training = TrainingSpec(precision="bf16", dispatcher="rail", dispatcher_chunks=1)
+    rail = announcement_cost(
+        platform(), training, experts, group, group, tokens=tokens, row_bytes=2
+    )
+    tables = 7 * 4 * (64 + 2 * (1 + 2 * 4))
+    bits = tokens * (4 * found.between + 1 * (found.near + found.spread))
+    assert sum(rail.bytes_by_level) == pytest.approx(float(tables + bits))
+    rbd = announced("rbd", group, experts=experts, tokens=tokens)
+    assert sum(rbd.bytes_by_level) > sum(rail.bytes_by_level)
 
 
 def test_many_groups_at_once_equal_each_alone():
@@ -259,7 +395,7 @@ def test_many_groups_at_once_equal_each_alone():
 def test_one_rank_exchanges_nothing():
     for name in (*PIPER, "auto", "alltoall", "flex"):
         assert float(cost(name, Reach(1, (1, 1))).seconds) == 0
-    assert float(counts_cost(platform(), XMOE_LARGE, Reach(1, (1, 1))).seconds) == 0
+        assert name == "flex" or float(announced(name, Reach(1, (1, 1))).seconds) == 0
 
 
 def test_fused_kernels_span_a_rack_of_nvl72_but_deepep_only_its_trays():

@@ -239,6 +239,15 @@ def test_multi_latent_attention_has_megatrons_defaults():
         ("--disable-bias-linear", {"bias_activation_fusion": False}),
         ("--moe-enable-deepep", {"flex_backend": "deepep"}),
         ("--fp8-format hybrid --fp8-recipe mxfp8", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}),
+        (
+            "--num-experts 8 --piper-dispatcher rail --piper-dispatcher-chunks 2",
+            {"dispatcher": "rail", "dispatcher_chunks": 2},
+        ),
+        (
+            "--num-experts 8 --piper-dispatcher rail --moe-token-dispatcher-type flex",
+            {"dispatcher": "flex", "dispatcher_chunks": None},
+        ),
+        ("--num-experts 8 --moe-token-dispatcher-type alltoall", {"dispatcher": "alltoall"}),
         ("--optimizer dist_muon", {"use_layer_wise_distributed_optimizer": True}),
         ("--tensor-model-parallel-size 1 --sequence-parallel", {"sequence_parallel": False}),
     ],
@@ -257,6 +266,7 @@ def test_every_other_setting_has_the_name_of_its_argument():
         "bias_activation_fusion",
         "cuda_graph_scope",
         "dispatcher",
+        "dispatcher_chunks",
         "flex_backend",
     }
 

@@ -18,7 +18,7 @@ from piper_megatron.layout.collectives import (
 )
 from piper_megatron.layout.sizes import Number, Sizes
 from piper_megatron.platform.platform import Platform
-from piper_megatron.resources.dispatch import counts_cost, dispatch_cost
+from piper_megatron.resources.dispatch import announcement_cost, dispatch_cost
 from piper_megatron.resources.exchange import (
     Compute,
     Exchange,
@@ -166,8 +166,16 @@ def _dispatch(
             Priced(part, phase, cost, _behind_dispatch(training, part, phase)) for phase in _PASSES
         ]
     if not flex:
-        counts = counts_cost(pricing.platform, experts, pricing.reach("tp_ep"))
-        priced.append(Priced("dispatch", "forward", counts))
+        announcement = announcement_cost(
+            pricing.platform,
+            training,
+            experts,
+            reach,
+            pricing.reach("tp_ep"),
+            tokens=tokens,
+            row_bytes=row_bytes(model, training),
+        )
+        priced.append(Priced("dispatch", "forward", announcement))
     return priced
 
 

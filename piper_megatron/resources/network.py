@@ -79,22 +79,26 @@ def all_to_all_cost(
     own_bytes: Number = 0.0,
     *,
     kernel: str = "all_to_all",
+    rounds: Number = 1,
 ) -> Cost:
-    """Cost of an exchange of every member with every other one.
+    """Cost of an exchange of every member with every other one, or of one round of it.
 
     Args:
         platform: levels and curves.
         reach: of the group.
-        sent_bytes: that a member sends to others.
+        sent_bytes: that a member sends to others, in all rounds.
         own_bytes: that it keeps.
         kernel: field of `transfer.Efficiency` that holds.
+        rounds: each with an equal part of the bytes and of the peers.
     """
     leaving = reach.leaving_all_to_all()
     inside = [1, *(reach.inside(i) for i in range(len(reach.domains)))]
     peers = [inside[i + 1] - inside[i] for i in range(len(reach.domains))]
     if kernel in _ONE_KERNEL:
         peers = [np.minimum(count, 1) for count in peers]
-    return _cost(platform, reach, leaving, peers, sent_bytes, own_bytes, kernel, at_once=True)
+    peers = [count / rounds for count in peers]
+    sent, own = sent_bytes / rounds, own_bytes / rounds
+    return _cost(platform, reach, leaving, peers, sent, own, kernel, at_once=True)
 
 
 def neighbours_cost(platform: Platform, reach: Reach, sent_bytes: Number) -> Cost:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from piper_megatron.errors import WorkloadError
 from piper_megatron.strict import StrictModel, first_problem
+from piper_megatron.workload.dispatcher_flags import dispatcher_flags
 from piper_megatron.workload.effective import effective
 from piper_megatron.workload.flags import spelling_of
 from piper_megatron.workload.spec import (
@@ -103,7 +104,7 @@ def training_spec(values: argparse.Namespace) -> TrainingSpec:
                 values.bias_swiglu_fusion if values.swiglu else values.bias_gelu_fusion
             ),
             "cuda_graph_scope": tuple(values.cuda_graph_modules),
-            "dispatcher": _dispatcher(values),
+            **_dispatcher(values),
             "flex_backend": values.moe_flex_dispatcher_backend,
             "moe_router_load_balancing_type": _tuple(values.moe_router_load_balancing_type),
             "moe_aux_loss_coeff": _tuple(values.moe_aux_loss_coeff),
@@ -115,11 +116,13 @@ def training_spec(values: argparse.Namespace) -> TrainingSpec:
     )
 
 
-def _dispatcher(values: argparse.Namespace) -> str:
-    """Piper's, which takes the place of Megatron's alltoall; a job without the plug-in has none."""
-    piper = getattr(values, "piper_dispatcher", None)
-    replaced = piper and values.moe_token_dispatcher_type == "alltoall"
-    return piper if replaced else values.moe_token_dispatcher_type
+def _dispatcher(values: argparse.Namespace) -> dict[str, Any]:
+    """Piper's takes the place of Megatron's alltoall; a job without the plug-in has no flag."""
+    megatrons = values.moe_token_dispatcher_type
+    if megatrons != "alltoall" or getattr(values, "piper_dispatcher", None) is None:
+        return {"dispatcher": megatrons}
+    flags = dispatcher_flags(values)
+    return {"dispatcher": flags.algorithm, "dispatcher_chunks": flags.chunks}
 
 
 def _gradient_dtype(values: argparse.Namespace) -> str:

@@ -197,6 +197,7 @@ class TrainingSpec(StrictModel):
             parameters.
         grad_reduce_in_fp32: gradients are accumulated and reduced in fp32.
         dispatcher: the MoE token dispatcher, Megatron's or one of `--piper-dispatcher`.
+        dispatcher_chunks: parts of the traffic between nodes; None for as many as pay.
         flex_backend: of the `flex` dispatcher.
         attention_backend: `unfused` and `local` keep the scores; the others do not.
     """
@@ -259,6 +260,7 @@ class TrainingSpec(StrictModel):
     dispatcher: Literal[
         "allgather", "alltoall", "flex", "flat", "2dh", "halo", "rail", "rbd", "auto"
     ] = "allgather"
+    dispatcher_chunks: PositiveInt | None = None
     flex_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
     moe_grouped_gemm: bool = False
     moe_permute_fusion: bool = False
