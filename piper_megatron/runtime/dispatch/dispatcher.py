@@ -145,7 +145,7 @@ class MovingDispatcher(_PiperDispatcher):
         if self.drop_and_pad:
             tokens_per_expert = super().preprocess(routing_map)
             rows = self.capacity * self.num_local_experts
-            self._route = self._route_of(np.full((self.ep_size, self.ep_size), rows))
+            self._route = Route(self.exchange, np.full((self.ep_size, self.ep_size), rows))
             return tokens_per_expert
         counts_E = routing_map.sum(0, dtype=torch.long)
         counts_PtE = self._gather_counts(counts_E)
@@ -167,12 +167,9 @@ class MovingDispatcher(_PiperDispatcher):
         self._census = Census(counts_PP.flatten(), (("rows", (self.ep_size, self.ep_size)),))
         return here.sum((0, 1))
 
-    def _route_of(self, counts_PP: np.ndarray) -> Route:
-        return Route(self.exchange, counts_PP)
-
     def _routes(self) -> tuple[Route, Route]:
         if self._census is not None:
-            self._route = self._route_of(self._census.read()["rows"])
+            self._route = Route(self.exchange, self._census.read()["rows"])
             self._census = None
         return self._row_route(), self._row_route()
 
@@ -198,7 +195,8 @@ class RelayDispatcher(_PiperDispatcher):
         self.num_out_tokens = None
         self.num_global_tokens_per_local_expert = None
         members = exchange.groups.flat_members
-        self._members = None if members == tuple(range(self.ep_size)) else list(members)
+        in_order = members == tuple(range(self.ep_size))
+        self._members = None if in_order else torch.tensor(members, device="cuda")
         self._plan: SendPlan | None = None
         self._route: RelayRoute | None = None
 
@@ -224,7 +222,7 @@ class RelayDispatcher(_PiperDispatcher):
         tables_PtX = gathered[:, :, self.num_experts :]
         # rows and pairs that each rank of the expert-tensor group receives
         incoming = tables_PtX.unflatten(2, table.shape)[:, :, here.node_index].sum((0, 2, 3))
-        received_2t = incoming[:, [1 + here.local_index, 1 + here.per_node + here.local_index]].T
+        received_2t = incoming[:, 1 + here.local_index :: here.per_node].T
         parts = [
             *exchange.census(tables_PtX[:, self.tp_rank]),
             ("received", received_2t),
