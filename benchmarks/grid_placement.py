@@ -21,6 +21,7 @@ import platform
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -77,33 +78,42 @@ class Training:
         return median(self.step_s[WARM_UP_STEPS:])
 
 
-def command(way: str, steps: int) -> list[str]:
-    """What every rank executes."""
+def command(flags: Sequence[str], steps: int) -> list[str]:
+    """What every rank executes, with flags on top of the model's."""
     example = Path(__file__).parents[1] / "examples" / "pretrain_moe.py"
     launcher = Path(sysconfig.get_path("scripts")) / "piper-megatron"
     return [
         *(str(launcher), "run", "--cpu", str(example)),
         *MODEL.split(),
         *("--train-iters", str(WARM_UP_STEPS + steps)),
-        *WAYS[way],
+        *flags,
     ]
 
 
-def train(lab: ClusterLab, way: str, steps: int, timeout_s: float) -> Training:
-    """Runs one way once.
+def train(
+    lab: ClusterLab, flags: Sequence[str], steps: int, timeout_s: float, order: str = ORDER
+) -> Training:
+    """Trains once.
+
+    Args:
+        lab: where.
+        flags: on top of the model's.
+        steps: after those of warm-up.
+        timeout_s: for all of them.
+        order: how the launcher numbers the ranks.
 
     Raises:
         BenchmarkError: with the output of the first rank that failed.
     """
     crossed_before = lab.crossed_bytes()
     results = lab.run(
-        command(way, steps), {"OMP_NUM_THREADS": "1"}, order=ORDER, timeout_s=timeout_s
+        command(flags, steps), {"OMP_NUM_THREADS": "1"}, order=order, timeout_s=timeout_s
     )
     # those that the lab killed because another failed say nothing of the cause
     failed = sorted((r for r in results if r.returncode), key=lambda r: r.returncode < 0)
     if failed:
         raise BenchmarkError(
-            f"{way}: rank {failed[0].rank} ended with {failed[0].returncode}:\n"
+            f"{' '.join(flags)}: rank {failed[0].rank} ended with {failed[0].returncode}:\n"
             + failed[0].output[-4000:]
         )
     step_s, losses = read_log(results, WARM_UP_STEPS + steps)
@@ -126,7 +136,7 @@ def measure(rounds: int, steps: int, mbit: float, timeout_s: float) -> dict[str,
     with ClusterLab(HOSTS, RANKS_PER_HOST, mbit) as lab:
         for number in range(rounds):
             for way, done in trainings.items():
-                done.append(train(lab, way, steps, timeout_s))
+                done.append(train(lab, WAYS[way], steps, timeout_s))
                 print(
                     f"round {number + 1}/{rounds}  {way:<9} {done[-1].median_step_s:6.2f} s a step",
                     flush=True,
