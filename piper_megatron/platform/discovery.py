@@ -39,6 +39,7 @@ from piper_megatron.platform.topology_file import read_topology
 __all__ = [
     "JobObservation",
     "NodeObservation",
+    "known_platform",
     "observe_job",
     "observe_node",
     "resolve_topology",
@@ -78,6 +79,21 @@ def resolve_topology(
     if source == AUTO:
         return _auto(nodes, seen, slurm, job, notes)
     return topology_of_seen(load_platform(source), seen, notes)
+
+
+def known_platform(source: str, topology: Topology, job: JobObservation) -> Platform | None:
+    """The machine that a topology is of, where it is a known one.
+
+    Args:
+        source: as for `resolve_topology`.
+        topology: what that returned.
+        job: as for `resolve_topology`.
+    """
+    if source == AUTO:
+        return _recognised([node.host for node in topology.nodes], job)[0]
+    if is_path(source) and not is_platform_file(source):
+        return None
+    return load_platform(source)
 
 
 def _nodes(

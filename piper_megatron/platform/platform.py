@@ -15,6 +15,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model
 
 from piper_megatron.errors import PlatformError, TopologyError
 from piper_megatron.platform.accelerator import Accelerator
+from piper_megatron.platform.dispatch_profile import DispatchProfile
 from piper_megatron.platform.domains import XNAME, DomainPaths, assemble
 from piper_megatron.platform.evidence import Evidence, Name, Text
 from piper_megatron.platform.topology import NODE, Level, Topology
@@ -146,6 +147,7 @@ class Platform(StrictModel):
         levels: nested network levels, innermost first; one is called `node`, the last one holds
             the whole machine.
         accelerator: what a rank drives; None where only the network is known.
+        dispatch: measured times of the token dispatchers.
         hosts: rules for the domains above a node, in order of preference.
         environment: variables that every job should set.
         job_script: lines that every job script should have.
@@ -158,6 +160,7 @@ class Platform(StrictModel):
     cluster: re.Pattern[str] | None = None
     levels: tuple[NetworkLevel, ...]
     accelerator: Accelerator | None = None
+    dispatch: tuple[DispatchProfile, ...] = ()
     hosts: tuple[HostRule, ...] = ()
     environment: tuple[Setting, ...] = ()
     job_script: tuple[ScriptLine, ...] = ()

@@ -23,10 +23,13 @@ from piper_megatron.layout.traffic import traffic_of
 from piper_megatron.platform.discovery import (
     JobObservation,
     NodeObservation,
+    known_platform,
     observe_job,
     observe_node,
     resolve_topology,
 )
+from piper_megatron.platform.job_platform import platform_of_job
+from piper_megatron.platform.platform import Platform
 from piper_megatron.platform.topology import Location, Topology
 from piper_megatron.report.grid_map import render_grid_map
 from piper_megatron.runtime.arguments import layout_of, uses_piper
@@ -48,6 +51,7 @@ class PlacedJob:
     Attributes:
         layout: parallel sizes.
         topology: nodes and network levels.
+        platform: what is known of the machine.
         locations: location of each *logical* rank.
         placement: the renumbering in force.
         store: the rendezvous store, hosted by the launcher's rank 0 wherever that now is.
@@ -56,6 +60,7 @@ class PlacedJob:
 
     layout: ParallelLayout
     topology: Topology
+    platform: Platform
     locations: tuple[Location, ...]
     placement: Placement
     store: dist.Store
@@ -95,7 +100,7 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     _refuse_own_renumbering(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store = job_store(args.rank, args.world_size, timeout)
-    physical, topology = _locate(args, store, timeout)
+    physical, topology, platform = _locate(args, store, timeout)
     placement = _placement(args, layout, topology, physical)
     locations = tuple(physical[p] for p in placement.physical_of_logical)
     # before the last word with rank 0, which takes the store with it when it stops
@@ -105,6 +110,7 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
     _job = PlacedJob(
         layout=layout,
         topology=topology,
+        platform=platform,
         locations=locations,
         placement=placement,
         store=store,
@@ -119,7 +125,7 @@ def place_ranks(args: argparse.Namespace) -> argparse.Namespace:
 
 def _locate(
     args: argparse.Namespace, store: dist.Store, timeout: timedelta
-) -> tuple[list[Location], Topology]:
+) -> tuple[list[Location], Topology, Platform]:
     """Where each launcher rank runs, and the network around them; the same on all ranks."""
     node = observe_node()
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank or 0))
@@ -132,12 +138,13 @@ def _locate(
         observe_job().to_json() if args.rank == 0 else {},
         timeout,
     )
+    source, job = args.piper_topology or "auto", JobObservation.from_json(agreement.job)
     topology = resolve_topology(
-        args.piper_topology or "auto",
-        [NodeObservation.from_json(report["node"]) for report in agreement.reports],
-        JobObservation.from_json(agreement.job),
+        source, [NodeObservation.from_json(report["node"]) for report in agreement.reports], job
     )
-    return [Location(r["host"], r["local_rank"]) for r in agreement.reports], topology
+    locations = [Location(r["host"], r["local_rank"]) for r in agreement.reports]
+    known = known_platform(source, topology, job)
+    return locations, topology, platform_of_job(topology, locations, known)
 
 
 def _already_placed(args: argparse.Namespace, layout: ParallelLayout) -> argparse.Namespace:

@@ -6,6 +6,7 @@ from typing import Any
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args
 
+from piper_megatron.runtime.dispatch.choice import resolve_dispatcher
 from piper_megatron.runtime.dispatch.dispatcher import DispatcherSpec
 from piper_megatron.runtime.dispatch.stats import LayerRecorder
 from piper_megatron.runtime.parallel_state import expert_groups
@@ -42,7 +43,5 @@ def _job_spec() -> DispatcherSpec | None:
     if flags.algorithm is None:
         return None
     assert groups is not None, "ranks are placed when a flag is given"
-    algorithm = flags.algorithm
-    if algorithm == "auto":
-        algorithm = "rail" if groups.rail is not None and groups.nodes > 1 else "flat"
-    return DispatcherSpec(algorithm, groups, flags.chunks or 1)
+    algorithm, chunks = resolve_dispatcher(get_args(), groups)
+    return DispatcherSpec(algorithm, groups, chunks)
