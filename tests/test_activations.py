@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from real_activations import MICRO_BATCH, SEQUENCE, kept_by_autograd, kept_of_all, peak_of_all
+from real_dispatch_memory import peaks_by_algorithm
 from real_models import Case
 
 from piper_megatron.layout.grid import ParallelLayout
@@ -21,6 +22,7 @@ from piper_megatron.resources.activations import (
     mtp_activations,
     stage_buffers,
 )
+from piper_megatron.resources.dispatch_rows import distinct_domains
 from piper_megatron.workload.spec import (
     Attention,
     BatchSpec,
@@ -284,6 +286,41 @@ def test_peak_is_the_most_that_lives_at_once(peaks, name):
     chunk = predicted(job)
     peak = chunk.total + max(height for height, _ in chunk.beyond().values())
     assert peak == pytest.approx(peaks[name], rel=PEAK_TOLERANCE)
+
+
+def test_peaks_of_pipers_dispatchers_are_those_of_real_ranks(ranks):
+    """On two ranks, each a node of its own, relays hold what is counted as their most."""
+    layout = ParallelLayout(world=2, ep=2)
+    model = moe().model_copy(update={"vocab": 64})
+    names = ["alltoall", "flat", "2dh", "halo", "rail", "rbd"]
+    case = real_case(model, layout, FP32_ROUTER)
+    run = ranks.call(peaks_by_algorithm, *case, names, ["a", "b"], world=2).check()
+    for of_rank in run.values:
+        found = {}
+        for name, held in of_rank.items():
+            job = job_of(model, layout, FP32_ROUTER | {"moe_token_dispatcher_type": name})
+            even = SEQUENCE * MICRO_BATCH * EXPERTS.topk * model.layers
+            chunk = predicted(job, held.rows / even)
+            found[name] = chunk.total + max(height for height, _ in chunk.beyond().values())
+            assert found[name] == pytest.approx(held.peak, rel=0.04), name
+        assert found["rail"] > 1.05 * found["flat"]
+        assert of_rank["rail"].peak > 1.05 * of_rank["flat"].peak
+
+
+def test_relays_keep_rows_by_index_and_pass_on_whole_buffers():
+    moved, relayed = (
+        layer_activations(TE_MODEL, te(dispatcher=name), sizes(ep=8), moe=True)
+        for name in ("flat", "rail")
+    )
+    tokens, pairs = 4096, 4096 * 6
+    reached = tokens * float(distinct_domains(TE_MODEL.experts, 8))
+    # tokens of sent rows, fan-out of rows; pairs sent, passed on, copied, and put in order
+    assert relayed.saved["dispatch"] == pytest.approx(8 * (2 * reached + 4 * pairs))
+    others = [part for part in moved.saved if part != "dispatch"]
+    assert all(moved.saved[part] == relayed.saved[part] for part in others)
+    two_hops = layer_activations(TE_MODEL, te(dispatcher="halo"), sizes(ep=8), moe=True)
+    assert two_hops.saved == moved.saved
+    assert two_hops.working_forward >= moved.working_forward
 
 
 def test_a_layer_keeps_34_bytes_a_channel_and_5_a_score():

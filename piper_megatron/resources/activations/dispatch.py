@@ -2,8 +2,7 @@
 
 Sources, megatron/core of 0.19.2: transformer/moe/token_dispatcher.py, transformer/moe/fused_a2a.py,
 transformer/moe/moe_utils.py (`permute`, `unpermute`, `sort_chunks_by_idxs`); Transformer Engine
-2.20: pytorch/permutation.py. Piper's dispatchers replace the exchange of `alltoall` and nothing
-else that is kept.
+2.20: pytorch/permutation.py.
 """
 
 import numpy as np
@@ -89,6 +88,9 @@ class AllToAll(Dispatch):
             (self._when(gathered & sorted_, received * self._setup.sizes.etp), "gathered"),
         )
         maps = self._maps()
+        direct = exchanged & ~(gathered | sorted_)
+        between = self._between(received)
+        buffers = {"received": self._when(~direct, between), "": self._when(direct, between)}
         source: list[Tensor] = [hidden, probs]
         for place, (count, name) in enumerate((*before, (None, ""))):
             if count is None:
@@ -99,7 +101,15 @@ class AllToAll(Dispatch):
                     self._tape.tensor(f"{name} probabilities", count * self._probability()),
                 ]
             internals = [] if place else maps
-            self._tape.add(PART, source, [*target, *internals], internals)
+            buffer = buffers.get(name, 0)
+            self._tape.add(
+                PART,
+                source,
+                [*target, *internals],
+                internals,
+                forward_extra=buffer,
+                backward_extra=buffer,
+            )
             if name in ("permuted", "received"):
                 self.held.append(target[0])
             source = target
@@ -117,12 +127,16 @@ class AllToAll(Dispatch):
         ):
             # a step that a layout does not have hands its input on
             target = self._tape.tensor(f"{name} rows", count * self._row)
-            reads = [rows]
-            self._tape.add(PART, reads, [target])
+            buffer = self._between(scattered) if name == "returned" else 0
+            self._tape.add(PART, [rows], [target], forward_extra=buffer, backward_extra=buffer)
             rows = target
         if self._fused:
             self._keep_order("order of chunks back")
         self._tape.add(PART, [rows], [out])
+
+    def _between(self, rows: Number) -> Number:
+        """Bytes of buffers in the middle of an exchange of so many rows."""
+        return 0
 
     def _steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Which of exchange, gathering and sorting make a copy."""
@@ -253,13 +267,3 @@ class HybridEP(Dispatch):
 
     def _probability(self) -> int:
         return FP32  # all that the kernels take
-
-
-def dispatch(tape: Tape, setup: Setup) -> Dispatch:
-    """The one that the arguments name."""
-    training = setup.training
-    if training.dispatcher == "allgather":
-        return AllGather(tape, setup)
-    if training.dispatcher == "flex":
-        return (DeepEP if training.flex_backend == "deepep" else HybridEP)(tape, setup)
-    return AllToAll(tape, setup)

@@ -5,8 +5,15 @@ Sources, megatron/core of 0.19.2: transformer/moe/moe_layer.py, transformer/moe/
 """
 
 from piper_megatron.layout.sizes import Number
-from piper_megatron.resources.activations.dispatch import dispatch
+from piper_megatron.resources.activations.dispatch import (
+    AllGather,
+    AllToAll,
+    DeepEP,
+    Dispatch,
+    HybridEP,
+)
 from piper_megatron.resources.activations.mlp import activation, mlp_norm, shared_expert
+from piper_megatron.resources.activations.piper_dispatch import Moved, Relayed
 from piper_megatron.resources.activations.routing import (
     expert_rows,
     padded_rows,
@@ -44,7 +51,7 @@ def _routed(tape: Tape, setup: Setup, normed: Tensor, probs: Tensor) -> Tensor:
     if latent:
         x = tape.tensor("latent tokens", setup.shard * latent * setup.element)
         _latent_projection(tape, setup, normed, x, setup.model.hidden, latent)
-    way = dispatch(tape, setup)
+    way = _way(tape, setup)
     rows, weights = way.there(x, probs)
     combined = way.back(_experts(tape, setup, rows, weights))
     tape.hold(way.held)
@@ -53,6 +60,20 @@ def _routed(tape: Tape, setup: Setup, normed: Tensor, probs: Tensor) -> Tensor:
     out = tape.tensor("routed output", setup.hidden_shard)
     _latent_projection(tape, setup, combined, out, latent, setup.model.hidden)
     return out
+
+
+def _way(tape: Tape, setup: Setup) -> Dispatch:
+    """There and back by the dispatcher that the arguments name."""
+    match setup.training.dispatcher:
+        case "allgather":
+            return AllGather(tape, setup)
+        case "flex":
+            return (DeepEP if setup.training.flex_backend == "deepep" else HybridEP)(tape, setup)
+        case "rail" | "rbd":
+            return Relayed(tape, setup)
+        case "alltoall":
+            return AllToAll(tape, setup)
+    return Moved(tape, setup)
 
 
 def _latent_projection(
