@@ -82,6 +82,10 @@ def _permute(setting: Setting, rows: Number) -> Work:
     elif training.dispatcher == "allgather":
         moved = 3 * rows + own
         kernels = 10.0
+    elif training.dispatcher in ("rail", "rbd"):
+        # what goes to relays is copied by the exchange; rows are copied for experts, and added up
+        moved = 2 * own + 4 * rows
+        kernels = 14.0
     else:
         several = np.greater(experts.count // setting.sizes.ep, 1)
         moved = 2 * own * (1 + experts.topk) + np.where(several, 4 * rows, 0)
