@@ -11,15 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import torch
 
 from piper_megatron.runtime.dispatch.groups import ExpertGroups
 from piper_megatron.runtime.dispatch.rounds import Round, Rounds, schedule
-from piper_megatron.runtime.dispatch.rows import reorder
+from piper_megatron.runtime.dispatch.rows import reordering, transposition
 from piper_megatron.runtime.dispatch.stats import BETWEEN, INSIDE, WHOLE, LayerRecorder
-from piper_megatron.runtime.dispatch.wire import Hop, Segment
+from piper_megatron.runtime.dispatch.wire import Hop, Segment, consecutive, finish
 
 
 @dataclass(frozen=True)
@@ -120,24 +121,69 @@ class TwoDimensional(Exchange):
         from_neighbours = counts_PP[grid[x][:, None], grid[:, j]]  # [g, M] that come to me to go on
         from_all = counts_PP[grid, me]  # [M, g] in the end
 
+        by_index = reordering(counts_PP[me], grid.T.ravel().tolist())
+        by_node = transposition(from_neighbours)
+        by_source = reordering(from_all, np.argsort(grid.ravel()).tolist())
+
         def move(rows: torch.Tensor) -> torch.Tensor:
-            rows = reorder(rows, counts_PP[me], grid.T.ravel().tolist())
+            rows = by_index(rows)
             rows = links.node.all_to_all(rows, for_index.sum(1), from_neighbours.sum(1))
-            rows = _transpose(rows, from_neighbours)
+            rows = by_node(rows)
             rows = links.rail.all_to_all(rows, from_neighbours.sum(0), from_all.sum(1))
-            return reorder(rows, from_all.ravel(), np.argsort(grid.ravel()).tolist())
+            return by_source(rows)
 
         return move
+
+
+# bytes that a rank sends another, in the mean, below which a message costs more than its bytes
+_SHORT_BYTES = 8192
 
 
 class Halo(Exchange):
     """Along the rails, then inside the node, beside the node's own rows (arXiv:2605.05049).
 
-    Every message lands where it is sent on from, or where it stays: rows are never copied.
+    Every message lands where it is sent on from, or where it stays: rows are never copied. Short
+    rows are: the node's own then travel in one message with those that it passes on.
     """
 
     def move(self, counts_PP: np.ndarray) -> Move:
         """See `Exchange.move`."""
+        in_rounds, in_few_messages = self._in_rounds(counts_PP), self._in_few_messages(counts_PP)
+        rows_a_pair = counts_PP.mean()
+
+        def move(rows: torch.Tensor) -> torch.Tensor:
+            row_bytes = rows.dtype.itemsize * prod(rows.shape[1:])
+            short = rows_a_pair * row_bytes < _SHORT_BYTES
+            return in_few_messages(rows) if short else in_rounds(rows)
+
+        return move
+
+    def _in_few_messages(self, counts_PP: np.ndarray) -> Move:
+        groups, links = self.links.groups, self.links
+        grid = np.array(groups.members)
+        me, x, j = groups.ep.rank(), groups.node_index, groups.local_index
+        relayed = counts_PP[grid[:, j][:, None], grid[x]]  # [M, g] from each node to each neighbour
+        from_all = counts_PP[grid, me]  # [M, g] in the end
+        by_node = reordering(counts_PP[me], grid.ravel().tolist())
+        by_index = transposition(relayed)
+        by_source = reordering(from_all.T, np.argsort(grid.T.ravel()).tolist())
+        far_sends = consecutive(counts_PP[me, grid].sum(1))
+        far_receives = consecutive(relayed.sum(1))
+        near_sends, near_receives = consecutive(relayed.sum(0)), consecutive(from_all.sum(0))
+        passed_on, received = int(relayed.sum()), int(from_all.sum())
+
+        def move(rows: torch.Tensor) -> torch.Tensor:
+            here = rows.new_empty(passed_on, *rows.shape[1:])
+            far = links.rail.post(by_node(rows), far_sends, here, far_receives, tag=0)
+            result = rows.new_empty(received, *rows.shape[1:])
+            far.wait()
+            near = links.node.post(by_index(here), near_sends, result, near_receives, tag=0)
+            finish([near], [far])
+            return by_source(result)
+
+        return move
+
+    def _in_rounds(self, counts_PP: np.ndarray) -> Move:
         groups, links = self.links.groups, self.links
         here = groups.node_index
         plan = schedule(groups.nodes, self.chunks, divisible=False)
@@ -196,12 +242,6 @@ def _as_messages(segments: list[Segment], members: tuple[int, ...]) -> list[Segm
     if members != tuple(range(members[0], members[0] + len(members))):
         return segments
     return [segments[0]._replace(stop=segments[-1].stop)]
-
-
-def _transpose(rows: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
-    """Rows of a matrix of segments, [A, B] becomes [B, A]."""
-    order = np.arange(counts.size).reshape(counts.shape).T.ravel()
-    return reorder(rows, counts.ravel(), order.tolist())
 
 
 EXCHANGES: dict[str, type[Exchange]] = {"flat": Flat, "2dh": TwoDimensional, "halo": Halo}

@@ -17,7 +17,7 @@ import torch
 
 from piper_megatron.runtime.dispatch.groups import ExpertGroups
 from piper_megatron.runtime.dispatch.rows import add_up
-from piper_megatron.runtime.dispatch.wire import Hop, Segment, Transfer
+from piper_megatron.runtime.dispatch.wire import Hop, Segment, Transfer, consecutive, finish
 
 # rounds whose messages are under way at once: enough to keep a link busy, few enough that the
 # first of them is not slowed by the last
@@ -107,14 +107,14 @@ class Rounds:
         """Takes rows to where they are needed; [sent, ...] to [received, ...]."""
         result = rows.new_empty(self.received, *rows.shape[1:])
         arrivals = _window(self.rounds, lambda i, r: self._post_far(i, r, rows))
-        near = []
+        far, near = [], []
         for i, r in enumerate(self.rounds):
             relayed, transfer = next(arrivals)
             transfer.wait()
+            far.append(transfer)
             fanned = relayed if r.fan_out is None else relayed.index_select(0, r.fan_out)
             near.append(self.near.post(fanned, r.near_sends, result, r.near_receives, tag=i))
-        for transfer in near:
-            transfer.wait()
+        finish(near, far)
         return result
 
     def bring_back(self, rows: torch.Tensor) -> torch.Tensor:
@@ -126,15 +126,15 @@ class Rounds:
         # the node's own rows last: their sums are taken while others cross
         order = (*self.rounds[1:], self.rounds[0])
         arrivals = _window(order, lambda i, r: self._post_near_back(i, r, rows))
-        far = []
+        near, far = [], []
         for i, r in enumerate(order):
             fanned, transfer = next(arrivals)
             transfer.wait()
+            near.append(transfer)
             assert r.fan_out is not None
             summed = add_up(r.fan_out, r.relayed, fanned)
             far.append(self.far.post(summed, r.far_receives, result, r.far_sends, tag=i))
-        for transfer in far:
-            transfer.wait()
+        finish(far, near)
         return result
 
     def relay_only(self, rows: torch.Tensor) -> torch.Tensor:
@@ -146,8 +146,7 @@ class Rounds:
             target = relayed[start : start + r.relayed]
             transfers.append(self.far.post(rows, r.far_sends, target, r.far_receives, tag=i))
             start += r.relayed
-        for transfer in transfers:
-            transfer.wait()
+        finish(transfers, [])
         return relayed
 
     def _post_far(self, i: int, r: Round, rows: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
@@ -283,7 +282,7 @@ def lay_out(
                 relayed,
                 None,
                 int(going_on[:, i].sum()),
-                _consecutive(going_on[:, i]),
+                consecutive(going_on[:, i]),
                 tuple(
                     Segment(member, int(start), int(start + rows))
                     for member, (start, rows) in enumerate(
@@ -295,12 +294,4 @@ def lay_out(
     return (
         Rounds(far, near, tuple(rounds), int(counts.sent.sum()), int(coming.sum())),
         going_on,
-    )
-
-
-def _consecutive(rows: np.ndarray) -> tuple[Segment, ...]:
-    stops = np.cumsum(rows)
-    return tuple(
-        Segment(peer, int(stop - n), int(stop))
-        for peer, (stop, n) in enumerate(zip(stops, rows, strict=True))
     )

@@ -64,18 +64,31 @@ def _segment_sums(index_N: torch.Tensor, count: int, rows: torch.Tensor) -> torc
     return torch.segment_reduce(rows[order_N], "sum", offsets=offsets, unsafe=True, initial=0)
 
 
-def reorder(rows: torch.Tensor, counts: np.ndarray, order: Sequence[int]) -> torch.Tensor:
+def reordering(counts: np.ndarray, order: Sequence[int]) -> Map:
     """Segments of rows in another order.
 
     Args:
-        rows: [sum of counts, ...]
         counts: rows of each segment.
         order: which segment comes first, second, ...
     """
-    if all(place == segment for place, segment in enumerate(order)):
-        return rows
-    segments = rows.split(counts.tolist())
-    return torch.cat([segments[i] for i in order])
+    if list(order) == list(range(len(order))):
+        return lambda rows: rows
+    sizes = counts.ravel().tolist()
+
+    def reorder(rows: torch.Tensor) -> torch.Tensor:
+        segments = rows.split_with_sizes(sizes)
+        return torch.cat([segments[i] for i in order])
+
+    return reorder
+
+
+def transposition(counts: np.ndarray) -> Map:
+    """Segments of rows that are a matrix, column by column.
+
+    Args:
+        counts: [A, B] rows of each segment.
+    """
+    return reordering(counts, np.arange(counts.size).reshape(counts.shape).T.ravel().tolist())
 
 
 def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:

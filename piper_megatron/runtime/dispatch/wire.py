@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from piper_megatron.runtime.dispatch.rows import reorder
+from piper_megatron.runtime.dispatch.rows import reordering
 from piper_megatron.runtime.dispatch.stats import LayerRecorder, Stop, nothing
 
 
@@ -29,16 +30,28 @@ class Transfer:
     """Messages under way."""
 
     def __init__(
-        self, hop: "Hop", works: list[dist.Work], peers: Sequence[int], arrived: Stop = nothing
+        self,
+        hop: "Hop",
+        receives: list[dist.Work],
+        sends: list[dist.Work],
+        peers: Sequence[int],
+        arrived: Stop = nothing,
     ) -> None:
-        self._hop, self._works, self._peers, self._arrived = hop, works, peers, arrived
+        self._hop, self._receives, self._sends = hop, receives, sends
+        self._peers, self._arrived = peers, arrived
 
     def wait(self) -> None:
         """Returns when the received rows are there; on a GPU, for what is queued after it."""
         with self._hop.named(self._peers):
-            for work in self._works:
+            for work in self._receives:
                 work.wait()
         self._arrived()
+
+    def finish(self) -> None:
+        """Returns when the sent rows may be overwritten."""
+        with self._hop.named(self._peers):
+            for work in self._sends:
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class Hop:
             rows, [(p, n) for p, n in enumerate(sent.tolist()) if n and p != self.me]
         )
         by_rank = np.argsort(self.ranks).tolist()
-        rows = reorder(rows, sent, by_rank)
+        rows = reordering(sent, by_rank)(rows)
         sent, received = sent[by_rank], received[by_rank]
         guarded = not sent.sum() or not received.sum()
         if guarded:
@@ -113,11 +126,11 @@ class Hop:
             place = int(received[:me].sum())
             result = torch.cat([result[:place], result[place + 1 :]])
             received = received - own
-        return reorder(result, received, self.ranks)
+        return reordering(received, self.ranks)(result)
 
     def nothing(self) -> Transfer:
         """A transfer that is done."""
-        return Transfer(self, [], ())
+        return Transfer(self, [], [], ())
 
     def post(
         self,
@@ -137,33 +150,47 @@ class Hop:
             tag: tells this batch from others under way between the same ranks.
         """
         me = self.me
-        arrived = self._record(
-            source, [(s.peer, s.stop - s.start) for s in sends if s.peer != me and s.stop > s.start]
-        )
         for kept, place in zip(_of(sends, me), _of(receives, me), strict=True):
             target[place.start : place.stop] = source[kept.start : kept.stop]
-        operations = [
-            dist.P2POp(
-                kind,
-                rows[s.start : s.stop],
-                group=self.group,
-                tag=tag,
-                group_peer=self.ranks[s.peer],
-            )
-            # gloo's sender waits for word that the receive is posted: that word must not queue on
-            # the link behind what other ranks of the host send
-            for kind, rows, segments in (
-                (dist.irecv, target, receives),
-                (dist.isend, source, sends),
-            )
-            for s in segments
-            if s.peer != me and s.stop > s.start
-        ]
-        peers = sorted({s.peer for s in receives if s.peer != me and s.stop > s.start})
+        sends, receives = (
+            [s for s in segments if s.peer != me and s.stop > s.start]
+            for segments in (sends, receives)
+        )
+        arrived = self._record(source, [(s.peer, s.stop - s.start) for s in sends])
+        peers = sorted({s.peer for s in receives})
         with self.named(peers):
-            return Transfer(
-                self, dist.batch_isend_irecv(operations) if operations else [], peers, arrived
+            works = self._start(_cut(target, receives), _cut(source, sends), tag)
+        return Transfer(self, *works, peers, arrived)
+
+    def _start(
+        self,
+        receives: list[tuple[int, torch.Tensor]],
+        sends: list[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> tuple[list[dist.Work], list[dist.Work]]:
+        """Starts messages, each a peer and its rows; what to wait for, receives and sends.
+
+        gloo's sender waits for word that the receive is posted; it must not queue on the link
+        behind what other ranks of the host send, so receives come first.
+        """
+        group, ranks = self.group, self.ranks
+        if self._has_no_batches:
+            return (
+                [group.recv([rows], ranks[peer], tag) for peer, rows in receives],
+                [group.send([rows], ranks[peer], tag) for peer, rows in sends],
             )
+        operations = [
+            dist.P2POp(kind, rows, group=group, tag=tag, group_peer=ranks[peer])
+            for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, rows in messages
+        ]
+        # one piece of work for all of them
+        return (dist.batch_isend_irecv(operations) if operations else []), []
+
+    @cached_property
+    def _has_no_batches(self) -> bool:
+        """Where torch sends a batch one by one, after checks that take longer than a short send."""
+        return dist.get_backend(self.group) == "gloo"
 
     def _record(self, rows: torch.Tensor, messages: list[tuple[int, int]]) -> Stop:
         """Counts messages, each a peer and its rows; what is returned ends their time."""
@@ -185,6 +212,36 @@ class Hop:
                 f"token dispatcher, {self.where()}, hop {self.name}: rank {dist.get_rank()} "
                 f"waited for ranks {waited}: {error}"
             ) from error
+
+
+def finish(last: Sequence[Transfer], before: Sequence[Transfer]) -> None:
+    """Ends an exchange.
+
+    Args:
+        last: messages that nobody has waited for.
+        before: messages that have arrived here, and may not have where they were sent.
+    """
+    for transfer in last:
+        transfer.wait()
+    for transfer in (*last, *before):
+        transfer.finish()
+
+
+def consecutive(rows: np.ndarray) -> tuple[Segment, ...]:
+    """Segments of a buffer that is ordered by peer.
+
+    Args:
+        rows: of each peer.
+    """
+    stops = np.cumsum(rows)
+    return tuple(
+        Segment(peer, int(stop - n), int(stop))
+        for peer, (stop, n) in enumerate(zip(stops, rows, strict=True))
+    )
+
+
+def _cut(rows: torch.Tensor, segments: Sequence[Segment]) -> list[tuple[int, torch.Tensor]]:
+    return [(s.peer, rows[s.start : s.stop]) for s in segments]
 
 
 def _of(segments: Sequence[Segment], peer: int) -> list[Segment]:
