@@ -22,8 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
 from cluster_lab import ClusterLab, LabError
 from grid_placement import MODEL, BenchmarkError, Training, train
+
+from piper_megatron.platform.dispatch_profile import DispatchProfile
 
 TIMEOUT_S = 3600
 MOE_LAYOUTS = ((4, 2), (2, 4))  # hosts, ranks on each
@@ -117,16 +120,38 @@ def report_moe(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure_table(lab: ClusterLab) -> list[dict[str, Any]]:
+def measure_table(lab: ClusterLab) -> tuple[list[dict[str, Any]], DispatchProfile]:
     """All sizes, in two passes: the first chooses for `auto`, the second judges the choice."""
     cells = [plan_cell(lab, pair_bytes) for pair_bytes in PAIR_BYTES]
     passes = probe(lab, "table", algorithms=TABLE_WAYS, cells=[*cells, *cells], chunks=1)
-    return [
-        judge(lab, cell["pair_bytes"], first, second)
-        for cell, first, second in zip(
-            cells, passes[: len(cells)], passes[len(cells) :], strict=True
-        )
+    first, second = passes[: len(cells)], passes[len(cells) :]
+    profile = profile_of(lab, PAIR_BYTES, first)
+    judged = [
+        judge(profile, pair_bytes, ways)
+        for pair_bytes, ways in zip(PAIR_BYTES, second, strict=True)
     ]
+    return judged, profile
+
+
+def profile_of(
+    lab: ClusterLab, pair_bytes: Sequence[int], cells: Sequence[dict[str, Any]]
+) -> DispatchProfile:
+    """Cells of one layout, as a platform file has them."""
+    ranks = len(lab.hosts) * lab.ranks_per_host
+    return DispatchProfile(
+        nodes=len(lab.hosts),
+        per_node=lab.ranks_per_host,
+        # every token to all ranks
+        experts=ranks,
+        topk=ranks,
+        token_bytes=tuple(pair_bytes),
+        # there and back
+        seconds={
+            name: tuple(2 * median(cell[name]["seconds"]) for cell in cells) for name in TABLE_WAYS
+        },
+        evidence="measured",
+        source=f"benchmarks/dispatcher_lab.py table --mbit {lab.mbit:g}, torch {version('torch')}",
+    )
 
 
 def plan_cell(lab: ClusterLab, pair_bytes: int) -> dict[str, int]:
@@ -139,30 +164,33 @@ def plan_cell(lab: ClusterLab, pair_bytes: int) -> dict[str, int]:
     return {"pair_bytes": pair_bytes, "calls": calls, "repeats": max(fewest, min(most, repeats))}
 
 
-def judge(
-    lab: ClusterLab, pair_bytes: int, first: dict[str, Any], second: dict[str, Any]
-) -> dict[str, Any]:
-    """One cell: the choice of the first pass, and the second pass's figures."""
-    profile = {name: median(way["seconds"]) for name, way in first.items()}
-    medians = {name: median(way["seconds"]) for name, way in second.items()}
-    choice = min(profile, key=lambda name: profile[name])
+def judge(profile: DispatchProfile, pair_bytes: int, ways: dict[str, Any]) -> dict[str, Any]:
+    """One cell of the second pass.
+
+    Args:
+        profile: of the first.
+        pair_bytes: size of the cell.
+        ways: what was measured now.
+    """
+    medians = {name: median(way["seconds"]) for name, way in ways.items()}
+    measured_before = profile.at(pair_bytes)
+    assert measured_before is not None
+    choice = min(measured_before, key=measured_before.__getitem__)
     return {
-        "hosts": len(lab.hosts),
-        "ranks_per_host": lab.ranks_per_host,
+        "hosts": profile.nodes,
+        "ranks_per_host": profile.per_node,
         "pair_bytes": pair_bytes,
-        "profile_s": profile,
         "median_s": medians,
         "over_flat": {name: medians[name] / medians["flat"] for name in medians},
         "auto": choice,
         "auto_over_best": medians[choice] / min(medians.values()),
-        "first": first,
-        "second": second,
+        "ways": ways,
     }
 
 
 def report_table(cells: list[dict[str, Any]]) -> str:
     """Cells of one layout for people."""
-    first = cells[0]["second"]
+    first = cells[0]["ways"]
     messages = ", ".join(
         f"{name} {way['messages_between']} + {way['messages_inside']}"
         for name, way in first.items()
@@ -173,7 +201,7 @@ def report_table(cells: list[dict[str, Any]]) -> str:
         "  a pair    flat ms  2dh / flat  halo / flat  auto  / best  MB between (flat, 2dh, halo)",
     ]
     for cell in cells:
-        crossed = ", ".join(f"{w['crossed_bytes'] / 1e6:.2f}" for w in cell["second"].values())
+        crossed = ", ".join(f"{w['crossed_bytes'] / 1e6:.2f}" for w in cell["ways"].values())
         lines.append(
             f"  {size(cell['pair_bytes']):<8}{1e3 * cell['median_s']['flat']:9.2f}"
             f"{cell['over_flat']['2dh']:12.2f}{cell['over_flat']['halo']:13.2f}"
@@ -249,12 +277,15 @@ def run_moe(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All layouts."""
-    results = []
+    results, profiles = [], []
     for hosts, ranks_per_host in TABLE_LAYOUTS:
         with ClusterLab(hosts, ranks_per_host, arguments.mbit) as lab:
-            cells = measure_table(lab)
+            cells, profile = measure_table(lab)
         print(report_table(cells), flush=True)
         results += cells
+        profiles.append(profile.model_dump(mode="json", exclude_none=True))
+    if arguments.save:
+        arguments.save.write_text(yaml.safe_dump({"dispatch": profiles}, sort_keys=False))
     return results
 
 
@@ -279,7 +310,8 @@ def _parser() -> argparse.ArgumentParser:
 
     moe = add("moe", run_moe, "dispatch and combine of one MoE layer")
     moe.add_argument("--repeats", type=int, default=15, help="turns of each way")
-    add("table", run_table, "equal-split exchanges, by size")
+    table = add("table", run_table, "equal-split exchanges, by size")
+    table.add_argument("--save", type=Path, help="file for the times, a part of a platform file")
     training = add("train", run_training, "a training step, against Megatron's alltoall")
     training.add_argument("--rounds", type=int, default=3, help="how often each way runs")
     training.add_argument("--steps", type=int, default=8, help="measured steps of a run")

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from cluster_lab import ClusterLab, LabError, require_rights
-from dispatcher_lab import judge, measure_moe, plan_cell
+from dispatcher_lab import judge, measure_moe, plan_cell, profile_of
 
 SMALL = {"experts": 8, "topk": 4, "hidden": 256, "tokens": 64}
 
@@ -46,14 +46,17 @@ def test_rows_that_cross_once_a_host_are_bytes_saved(rights):
 
 def test_auto_is_chosen_by_one_pass_and_judged_by_the_other():
     lab = ClusterLab(2, 4)
-    seconds = {"flat": ([3.0, 2.0, 9.0], [2.0]), "2dh": ([4.0], [4.0]), "halo": ([2.9], [2.5])}
-    first, second = (
-        {name: {"seconds": passes[i]} for name, passes in seconds.items()} for i in (0, 1)
-    )
-    cell = judge(lab, 1024, first, second)
-    assert cell["auto"] == "halo"
-    assert cell["auto_over_best"] == 1.25
-    assert cell["over_flat"] == {"flat": 1.0, "2dh": 2.0, "halo": 1.25}
+    first = cell(flat=[3.0, 2.0, 9.0], two=[4.0], halo=[2.9])
+    profile = profile_of(lab, (1024, 4096), (first, first))
+    judged = judge(profile, 1024, cell(flat=[2.0], two=[4.0], halo=[2.5]))
+    assert judged["auto"] == "halo"
+    assert judged["auto_over_best"] == 1.25
+    assert judged["over_flat"] == {"flat": 1.0, "2dh": 2.0, "halo": 1.25}
+    assert profile.seconds["halo"] == (5.8, 5.8)  # there and back
+
+
+def cell(flat: list[float], two: list[float], halo: list[float]) -> dict:
+    return {name: {"seconds": s} for name, s in (("flat", flat), ("2dh", two), ("halo", halo))}
 
 
 def test_short_cells_are_measured_more_often():
