@@ -190,11 +190,7 @@ def judge(profile: DispatchProfile, pair_bytes: int, ways: dict[str, Any]) -> di
 
 def report_table(cells: list[dict[str, Any]]) -> str:
     """Cells of one layout for people."""
-    first = cells[0]["ways"]
-    messages = ", ".join(
-        f"{name} {way['messages_between']} + {way['messages_inside']}"
-        for name, way in first.items()
-    )
+    messages = ", ".join(f"{name} {count_messages(name, cells)}" for name in TABLE_WAYS)
     lines = [
         f"{cells[0]['hosts']} hosts x {cells[0]['ranks_per_host']}; messages between + inside "
         f"hosts: {messages}",
@@ -208,6 +204,19 @@ def report_table(cells: list[dict[str, Any]]) -> str:
             f"  {cell['auto']:<5}{cell['auto_over_best']:7.2f}  {crossed}"
         )
     return "\n".join(lines)
+
+
+def count_messages(name: str, cells: list[dict[str, Any]]) -> str:
+    """Messages between + inside hosts, and where that changes with the size."""
+    texts: list[str] = []
+    last = None
+    for cell in cells:
+        way = cell["ways"][name]
+        now = f"{way['messages_between']} + {way['messages_inside']}"
+        if now != last:
+            texts.append(f"from {size(cell['pair_bytes'])} {now}" if texts else now)
+        last = now
+    return "; ".join(texts)
 
 
 def size(count: int) -> str:
