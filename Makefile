@@ -28,6 +28,7 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/placement_scale.py
 	$(BIN)/python benchmarks/model_speed.py
 	$(BIN)/python benchmarks/grid_placement.py
+	$(BIN)/python benchmarks/dispatcher_lab.py moe
 
 .venv/ready: pyproject.toml constraints.txt
 ifeq ($(PYTHON),)
