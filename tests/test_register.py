@@ -55,6 +55,7 @@ def register_and_undo() -> list[bool]:
     import megatron.training.arguments as arguments
     import megatron.training.initialize as initialize
     import megatron.training.training as training
+    from megatron.core import tensor_parallel
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     import piper_megatron
@@ -66,6 +67,7 @@ def register_and_undo() -> list[bool]:
             arguments.validate_args,
             initialize._initialize_distributed,
             MoELayer.__init__,
+            tensor_parallel.checkpoint,
             training.training_log,
         ]
 

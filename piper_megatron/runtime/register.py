@@ -73,6 +73,16 @@ def _attach_dispatcher(original: Callable) -> Callable:
     return __init__
 
 
+def _remember_plans(original: Callable) -> Callable:
+    @wraps(original)
+    def checkpoint(function, *args, **kwargs):
+        from piper_megatron.runtime.dispatch.recall import Remembering
+
+        return original(Remembering(function), *args, **kwargs)
+
+    return checkpoint
+
+
 def _log_dispatcher(original: Callable) -> Callable:
     @wraps(original)
     def training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **kwargs):
@@ -115,6 +125,12 @@ HOOKS = (
         "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
         _attach_dispatcher,
         "gives MoE layers the dispatcher of --piper-dispatcher",
+    ),
+    Hook(
+        "dispatcher.recall",
+        "megatron.core.tensor_parallel.random:checkpoint",
+        _remember_plans,
+        "lets dispatchers recompute with the plan that they have",
     ),
     Hook(
         "dispatcher.log",

@@ -25,13 +25,14 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from piper_megatron.runtime.dispatch.exchange import EXCHANGES, Exchange, Links, Route
 from piper_megatron.runtime.dispatch.groups import ExpertGroups
+from piper_megatron.runtime.dispatch.recall import note, recall
 from piper_megatron.runtime.dispatch.relay import (
-    Census,
     RelayExchange,
     RelayRoute,
     SendPlan,
     announce,
     pair_places,
+    split_census,
 )
 from piper_megatron.runtime.dispatch.rows import (
     Map,
@@ -48,13 +49,33 @@ ALGORITHMS = (*EXCHANGES, "rail", "rbd")
 
 
 class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
-    """What the dispatchers share: one census of counts, one copy of it to the host."""
+    """What the dispatchers share: one census of counts, one copy of it to the host.
+
+    Attributes:
+        census: counts of all ranks, on the device until they are copied.
+        plan_names: attributes that hold what is known once rows can travel.
+    """
+
+    plan_names: tuple[str, ...]
 
     def __init__(self, links: Links, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.links = links
-        self._census: Census | None = None
+        self.census: torch.Tensor | None = None
+        # outputs of a CUDA graph that ends before rows travel
+        self.cudagraph_attrs.append("census")
         self.tokens_per_expert: Any = None
+        self._recalled = False
+
+    def _recall(self) -> bool:
+        """Whether a checkpoint runs the layer again; then its plan is that of the first run.
+
+        The routing may come out another way there, by rounding: the plan includes what it was.
+        """
+        plan = recall(self)
+        self._recalled = plan is not None
+        self.__dict__.update(plan or {})
+        return self._recalled
 
     def _gather_counts(self, numbers: torch.Tensor) -> torch.Tensor:
         """The numbers of all ranks, [P, t, n]: one all-gather, as Megatron's."""
@@ -67,12 +88,13 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         """Megatron's copy to the host, on its stream and at its point, with the census in it."""
-        if point == self.cuda_dtoh_point and self._census is not None:
+        if self._recalled:
+            return tokens_per_expert
+        if point == self.cuda_dtoh_point and self.census is not None:
             side = self.cuda_dtoh_stream
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                numbers = maybe_move_tensor_to_cpu(self._census.numbers, record_stream=True)
-            self._census = Census(numbers, self._census.sizes)
+                self.census = maybe_move_tensor_to_cpu(self.census, record_stream=True)
         return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
     def token_dispatch(
@@ -84,6 +106,9 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_ep_alltoall", self.tokens_per_expert
         )
+        if not self._recalled:
+            self._find_routes()
+            note(self, {name: getattr(self, name) for name in self.plan_names})
         row_route, probs_route = self._routes()
         if self.links.recorder is not None:
             self.links.recorder.record_routed(self._pairs_between_nodes())
@@ -99,7 +124,7 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
         """Brings what the experts made of the rows back to the ranks of their tokens."""
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
-        route = self._row_route()
+        route, _ = self._routes()
         rows = self._travel("combine", rows, route.bring_back, route.send)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(rows)
@@ -116,22 +141,39 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
         """(token, expert) pairs of this rank whose expert is on another node."""
         raise NotImplementedError
 
-    def _routes(self) -> tuple[Any, Any]:
-        """Ways of rows and of probabilities; may communicate."""
+    def _find_routes(self) -> None:
+        """Makes what `_routes` returns; may communicate."""
         raise NotImplementedError
 
-    def _row_route(self) -> Any:
-        """The way of rows that `_routes` gave."""
+    def _routes(self) -> tuple[Any, Any]:
+        """Ways of rows and of probabilities."""
         raise NotImplementedError
 
 
 class MovingDispatcher(_PiperDispatcher):
     """`flat`, `2dh` or `halo`: the rows of Megatron's own permutation go another way."""
 
+    plan_names = (
+        "_map_TE",
+        "_route",
+        "tokens_per_expert",
+        "num_out_tokens",
+        "num_global_tokens_per_local_expert",
+        "output_splits_tp",
+    )
+
     def __init__(self, exchange: Exchange, *args: Any, **kwargs: Any) -> None:
         super().__init__(exchange.links, *args, **kwargs)
         self.exchange = exchange
         self._route: Route | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron's: permutes the rows to send, and their probabilities."""
+        if not self._recall():
+            self._map_TE = routing_map
+        return super().dispatch_preprocess(hidden_states, self._map_TE, probs)
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Counts rows; sets what Megatron's permutations read, and the counts of all ranks.
@@ -142,6 +184,8 @@ class MovingDispatcher(_PiperDispatcher):
         Returns:
             [e] rows of each expert of this rank.
         """
+        if self._recalled:
+            return self.tokens_per_expert
         if self.drop_and_pad:
             tokens_per_expert = super().preprocess(routing_map)
             rows = self.capacity * self.num_local_experts
@@ -164,25 +208,27 @@ class MovingDispatcher(_PiperDispatcher):
         self.num_global_tokens_per_local_expert = here_tPe.reshape(-1, self.num_local_experts)
         self._maybe_update_cuda_sync_point("before_ep_alltoall")
         counts_PP = counts_PtE[:, self.tp_rank].view(self.ep_size, self.ep_size, -1).sum(2)
-        self._census = Census(counts_PP.flatten(), (("rows", (self.ep_size, self.ep_size)),))
+        self.census = counts_PP.contiguous()
         return here.sum((0, 1))
 
+    def _find_routes(self) -> None:
+        if self.census is not None:
+            self._route = Route(self.exchange, self.census.numpy())
+            self.census = None
+
     def _routes(self) -> tuple[Route, Route]:
-        if self._census is not None:
-            self._route = Route(self.exchange, self._census.read()["rows"])
-            self._census = None
-        return self._row_route(), self._row_route()
+        assert self._route is not None
+        return self._route, self._route
 
     def _pairs_between_nodes(self) -> int:
-        return int(self._row_route().counts_PP[self.ep_rank, self.links.whole.between_nodes].sum())
-
-    def _row_route(self) -> Route:
-        assert self._route is not None
-        return self._route
+        route, _ = self._routes()
+        return int(route.counts_PP[self.ep_rank, self.links.whole.between_nodes].sum())
 
 
 class RelayDispatcher(_PiperDispatcher):
     """`rail` or `rbd`: a token crosses to a node once, sums cross back."""
+
+    plan_names = ("_plan", "_numbers", "_route", "tokens_per_expert")
 
     def __init__(self, exchange: RelayExchange, *args: Any, **kwargs: Any) -> None:
         super().__init__(exchange.links, *args, **kwargs)
@@ -227,10 +273,8 @@ class RelayDispatcher(_PiperDispatcher):
             *exchange.census(tables_PtX[:, self.tp_rank]),
             ("received", received_2t),
         ]
-        self._census = Census(
-            torch.cat([part.flatten() for _, part in parts]),
-            tuple((name, tuple(part.shape)) for name, part in parts),
-        )
+        self.census = torch.cat([part.flatten() for _, part in parts])
+        self._sizes = {name: tuple(part.shape) for name, part in parts}
         return tokens_per_expert
 
     def dispatch_preprocess(
@@ -255,16 +299,18 @@ class RelayDispatcher(_PiperDispatcher):
                 routing_map, get_align_size_for_quantization(self.config)
             )
         map_TE = self._node_by_node(self.routing_map)
-        self.tokens_per_expert = self.preprocess(map_TE)
+        if not self._recall():
+            self.tokens_per_expert = self.preprocess(map_TE)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_permutation_1", self.tokens_per_expert
         )
-        assert self._census is not None
-        self._numbers = self._census.read()
-        self._census = None
-        self._plan = self.exchange.plan(map_TE, self._numbers)
+        if self.census is not None:
+            self._numbers = split_census(self.census, self._sizes)
+            self.census = None
+            self._plan = self.exchange.plan(map_TE, self._numbers)
+        assert self._plan is not None
         pairs = self._node_by_node(probs).reshape(-1).index_select(0, self._plan.pair)
         return gather(x_TH, self._plan.token_S), pairs
 
@@ -275,22 +321,21 @@ class RelayDispatcher(_PiperDispatcher):
         by_rank = per_expert_TE.unflatten(1, (self.ep_size, -1))
         return by_rank[:, self._members].flatten(1)
 
-    def _routes(self) -> tuple[Any, Any]:
+    def _find_routes(self) -> None:
         assert self._plan is not None
         go = announce
         if self.links.recorder is not None:
             go = self.links.recorder.during("dispatch", announce)
         self._route = go(self._plan, self.links)
+
+    def _routes(self) -> tuple[Any, Any]:
+        assert self._route is not None
         return self._route.rows, self._route.pairs
 
     def _pairs_between_nodes(self) -> int:
         groups = self.exchange.groups
         pairs_MJCg = self._numbers["sent"][..., 1 + groups.per_node :]
         return int(pairs_MJCg.sum() - pairs_MJCg[groups.node_index].sum())
-
-    def _row_route(self) -> Any:
-        assert self._route is not None
-        return self._route.rows
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor

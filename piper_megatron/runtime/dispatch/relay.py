@@ -16,6 +16,7 @@ a rank, J relays on a node that take a rank's rows (1 or g), C parts of the toke
 R rows relayed, N rows received. Experts are in the order of ranks node by node.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,27 +28,18 @@ from piper_megatron.runtime.dispatch.rounds import Counts, Rounds, lay_out, sche
 from piper_megatron.runtime.dispatch.rows import pack_bits, true_places, unpack_bits
 
 
-@dataclass(frozen=True)
-class Census:
-    """What a rank must know of all others, on the device until it is copied to the host at once.
+def split_census(numbers: torch.Tensor, sizes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """What a rank must know of all others, by name.
 
-    Attributes:
-        numbers: [n] integers: those of `sizes`, one after the other.
-        sizes: name and shape of each part of `numbers`.
+    Args:
+        numbers: integers on the host: the parts, one after the other.
+        sizes: the shape of each part.
     """
-
-    numbers: torch.Tensor
-    sizes: tuple[tuple[str, tuple[int, ...]], ...]
-
-    def read(self) -> dict[str, np.ndarray]:
-        """The parts by name; `numbers` must be on the host."""
-        parts = np.split(
-            self.numbers.numpy().astype(np.int64),
-            np.cumsum([int(np.prod(shape)) for _, shape in self.sizes])[:-1],
-        )
-        return {
-            name: part.reshape(shape) for (name, shape), part in zip(self.sizes, parts, strict=True)
-        }
+    ends = np.cumsum([math.prod(shape) for shape in sizes.values()])
+    parts = np.split(numbers.numpy().astype(np.int64), ends[:-1])
+    return {
+        name: part.reshape(shape) for (name, shape), part in zip(sizes.items(), parts, strict=True)
+    }
 
 
 @dataclass(frozen=True)
