@@ -14,11 +14,13 @@ rows do not leave the device. Three parts, each against what is known to be righ
 """
 
 import argparse
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from moe_layer import LayerSizes, build_layer, expert_groups, train_layer, with_
 
 from piper_megatron.runtime import cpu
 from piper_megatron.runtime.dispatch import rows
+from piper_megatron.runtime.dispatch.stats import FILE_NAME
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_moe.py"
 ALGORITHMS = ("flat", "2dh", "halo", "rail", "rbd")
@@ -184,10 +187,11 @@ def _layer_ms(layer: Any, tokens: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Training:
-    """What a training printed: loss and milliseconds of every step."""
+    """What a training printed: loss and milliseconds of every step; what its statistics name."""
 
     losses: list[float]
     step_ms: list[float]
+    algorithms: set[str]
 
     @property
     def ms(self) -> float:
@@ -204,9 +208,13 @@ def check_training(sizes: str, deadline: float) -> Iterator[Result]:
     losses = f"loss {plain.losses[0]:.4f} to {plain.losses[-1]:.4f}"
     yield Result(f"training, {PLAIN}", True, f"{plain.ms:.1f} ms a step, {losses}")
     for algorithm in ALGORITHMS:
-        own = train(sizes, ["--piper-dispatcher", algorithm], deadline)
+        flags = ["--piper-dispatcher", algorithm, "--piper-dispatcher-stats"]
+        own = train(sizes, flags, deadline)
         if isinstance(own, str):
             yield Result(f"training, {algorithm}", False, own)
+            continue
+        if own.algorithms != {algorithm}:
+            yield Result(f"training, {algorithm}", False, f"statistics tell of {own.algorithms}")
             continue
         difference = max(abs(a - b) / abs(b) for a, b in zip(own.losses, plain.losses, strict=True))
         yield Result(
@@ -223,27 +231,32 @@ def train(sizes: str, flags: list[str], deadline: float) -> Training | str:
         port = free.getsockname()[1]
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     steps = WARM_UP_STEPS + STEPS
-    try:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "piper_megatron.runtime.launch", str(SCRIPT)),
-                *(*MODEL.split(), *sizes.split(), "--train-iters", str(steps), *flags),
-            ],
-            env={**os.environ, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=max(deadline - time.monotonic(), 1.0),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"not finished within {BUDGET_S:.0f} s of the whole check"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "piper_megatron.runtime.launch", str(SCRIPT)),
+                    *(*MODEL.split(), *sizes.split(), "--train-iters", str(steps), *flags),
+                ],
+                cwd=folder,
+                env={**os.environ, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=max(deadline - time.monotonic(), 1.0),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"not finished within {BUDGET_S:.0f} s of the whole check"
+        statistics = Path(folder) / FILE_NAME
+        lines = statistics.read_text().splitlines() if statistics.exists() else []
     losses = [float(text) for text in re.findall(r"lm loss: (\S+)", done.stdout)]
     step_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", done.stdout)
     if done.returncode or not len(losses) == len(step_ms) == steps:
         print(done.stdout[-4000:], file=sys.stderr)
         return f"ended with exit code {done.returncode}; its output is above"
-    return Training(losses, [float(ms) for ms in step_ms])
+    algorithms = {json.loads(line)["algorithm"] for line in lines}
+    return Training(losses, [float(ms) for ms in step_ms], algorithms)
 
 
 def main() -> int:
