@@ -223,6 +223,15 @@ def test_load_of_the_busiest_rank_and_capacity():
     assert float(capped["combine"].forward_s) == pytest.approx(1.2 * even)
 
 
+def test_recomputation_repeats_the_rows_and_megatrons_counts_but_not_pipers_plan():
+    sizes = sizes_of(world=32, ep=32)
+    full = {"recompute_granularity": "full"}
+    megatrons, flat = (layer(sizes, dispatcher=name, **full) for name in ("alltoall", "flat"))
+    assert float(megatrons["dispatch"].recompute_s) == float(megatrons["dispatch"].forward_s)
+    assert float(flat["dispatch"].recompute_s) < float(flat["dispatch"].forward_s)
+    assert float(flat["combine"].recompute_s) == float(flat["combine"].forward_s)
+
+
 def test_dispatchers_differ_only_in_dispatch_and_combine():
     sizes = sizes_of(world=32, ep=32)
     for dispatcher in ("flex", "flat", "2dh", "halo", "rail", "rbd", "auto"):

@@ -175,7 +175,9 @@ def _dispatch(
             tokens=tokens,
             row_bytes=row_bytes(model, training),
         )
-        priced.append(Priced("dispatch", "forward", announcement))
+        # Piper's dispatchers plan once: runtime/dispatch/recall.py
+        again = training.dispatcher == "alltoall"
+        priced.append(Priced("dispatch", "forward", announcement, repeated=again))
     return priced
 
 

@@ -84,6 +84,7 @@ class Priced:
         cost: of it.
         behind: computations that run meanwhile.
         exposed_share: of the cost, although something runs meanwhile.
+        repeated: recomputation does it again.
     """
 
     part: str
@@ -91,6 +92,7 @@ class Priced:
     cost: Cost
     behind: tuple[Compute, ...] = ()
     exposed_share: Number = 0.0
+    repeated: bool = True
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,11 @@ def exchange_of(
     repeated = training.recompute_granularity == "full" or bool(
         _RECOMPUTED_WITH.get(part, set()) & set(training.recompute_modules)
     )
+    again = _pass(each for each in priced if each.phase == "forward" and each.repeated)
     return Exchange(
         forward,
         backward,
-        forward.seconds if repeated else 0.0,
+        again.seconds if repeated else 0.0,
         total.bytes_by_level,
         total.messages,
     )
