@@ -141,8 +141,13 @@ def _difference(truth: Any, found: Any) -> float:
     return float(largest / (truth.double().abs().max() or 1))
 
 
-def start(layout: Layout) -> Any:
-    """Makes Megatron's process groups; returns this rank's expert group on its nodes."""
+def start(layout: Layout, timeout: timedelta = TIMEOUT) -> Any:
+    """Makes Megatron's process groups; returns this rank's expert group on its nodes.
+
+    Args:
+        layout: of the ranks.
+        timeout: of the node and rail groups.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -161,7 +166,7 @@ def start(layout: Layout) -> Any:
     model_parallel_cuda_manual_seed(1)
     group = parallel_state.get_expert_model_parallel_group()
     hosts = [layout.hosts[rank] for rank in dist.get_process_group_ranks(group)]
-    return split_group(group, hosts, TIMEOUT)
+    return split_group(group, hosts, timeout)
 
 
 def build_layer(problem: Problem) -> Any:
