@@ -111,7 +111,8 @@ class Hop:
             rows = torch.cat([rows[:place], guard, rows[place:]])
             sent, received = sent + own, received + own
         result = rows.new_empty(int(received.sum()), *rows.shape[1:])
-        with self.named([p for p, rank in enumerate(self.ranks) if received[rank]]):
+        involved = sent + received
+        with self.named([p for p, r in enumerate(self.ranks) if involved[r] and p != self.me]):
             # asynchronous: on a GPU it then runs on the group's own stream
             dist.all_to_all_single(
                 result,
@@ -157,7 +158,7 @@ class Hop:
             for segments in (sends, receives)
         )
         arrived = self._record(source, [(s.peer, s.stop - s.start) for s in sends])
-        peers = sorted({s.peer for s in receives})
+        peers = sorted({s.peer for s in (*receives, *sends)})
         with self.named(peers):
             works = self._start(_cut(target, receives), _cut(source, sends), tag)
         return Transfer(self, *works, peers, arrived)
