@@ -384,3 +384,15 @@ def _index_add_counted() -> Iterator[list[None]]:
     torch.Tensor.index_add_ = counted
     yield calls
     torch.Tensor.index_add_ = index_add
+
+
+def sums_of_ones(count: int) -> list[list[float]]:
+    """Sums of so many bf16 ones, in torch's usual mode and in the deterministic one."""
+    import torch
+
+    from piper_megatron.runtime.dispatch.rows import add_up
+
+    ones, places = torch.ones(2 * count, dtype=torch.bfloat16), torch.arange(2 * count) % 2
+    usual = add_up(places, 3, ones)
+    torch.use_deterministic_algorithms(True)
+    return [usual.tolist(), add_up(places, 3, ones).tolist()]

@@ -21,6 +21,7 @@ from real_dispatchers import (
     maps_of,
     modes_of,
     random_map,
+    sums_of_ones,
 )
 
 # Where sums are taken in another order. A sum of n numbers is off by less than n roundings of half
@@ -213,6 +214,12 @@ def test_deterministic_mode(modes, variant):
     assert found["deterministic"] <= (0 if variant.only_moves else TOLERANCES["float64"])
     # the others leave the sums to Megatron
     assert variant.only_moves or found["index_add"] == 0
+
+
+def test_rows_are_added_up_in_fp32(ranks):
+    # in bf16, 256 + 1 is 256
+    done = ranks.call(sums_of_ones, 1024, world=1).check()
+    assert done.values == [[[1024, 1024, 0]] * 2]
 
 
 @st.composite
