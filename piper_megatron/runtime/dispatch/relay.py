@@ -24,7 +24,7 @@ import torch
 
 from piper_megatron.runtime.dispatch.exchange import Links
 from piper_megatron.runtime.dispatch.groups import ExpertGroups
-from piper_megatron.runtime.dispatch.rounds import Counts, Rounds, lay_out, schedule
+from piper_megatron.runtime.dispatch.rounds import Counts, Rounds, Schedule, lay_out, schedule
 from piper_megatron.runtime.dispatch.rows import pack_bits, true_places, unpack_bits
 
 
@@ -51,7 +51,7 @@ class SendPlan:
         pairs: the way of (token, expert) pairs, without their fan-out.
         rows_on: [g, rounds] rows that this rank, as a relay, hands to each member of its node.
         pairs_on: [g, rounds] pairs.
-            token_S: token of each sent row.
+        token_S: token of each sent row.
         pair: [pairs sent] place of each pair in the flat probabilities [T, E].
         bits_SW: experts of the row's node that it goes to, W = g e.
     """
@@ -95,7 +95,7 @@ class RelayExchange:
         return self._schedule.parts_in_all
 
     @property
-    def _schedule(self):
+    def _schedule(self) -> Schedule:
         return schedule(self.groups.nodes, self.chunks, divisible=True)
 
     def table(self, map_TE: torch.Tensor) -> torch.Tensor:
