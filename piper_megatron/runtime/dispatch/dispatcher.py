@@ -4,7 +4,8 @@ Legend: T tokens of this rank, E experts, P ranks of the expert group, e experts
 t ranks of the expert-tensor group, H hidden size, S rows sent, N rows received.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
         self.census: torch.Tensor | None = None
         # outputs of a CUDA graph that ends before rows travel
         self.cudagraph_attrs.append("census")
+        self.shared_experts: Any = None
         self.tokens_per_expert: Any = None
         self._recalled = False
 
@@ -101,8 +103,7 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sends rows and their probabilities to the ranks of their experts."""
-        if self.shared_experts is not None:
-            self.shared_experts.wait_current_stream()
+        self._queue_shared_experts()
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_ep_alltoall", self.tokens_per_expert
         )
@@ -122,14 +123,30 @@ class _PiperDispatcher(MoEAlltoAllTokenDispatcher):
 
     def token_combine(self, rows: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """Brings what the experts made of the rows back to the ranks of their tokens."""
-        if self.shared_experts is not None:
-            self.shared_experts.wait_current_stream()
+        self._queue_shared_experts()
         route, _ = self._routes()
         rows = self._travel("combine", rows, route.bring_back, route.send)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(rows)
             self.shared_experts.post_forward_comm()
         return rows
+
+    def _queue_shared_experts(self) -> None:
+        """Has their stream wait for what is queued here; Megatron 0.17 has no method for it."""
+        if self.shared_experts is not None:
+            self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
+
+    @contextmanager
+    def _without_shared_experts(self) -> Iterator[None]:
+        """For Megatron's own steps: in 0.17 they run the shared experts, which have run by then."""
+        shared_experts, self.shared_experts = self.shared_experts, None
+        yield
+        self.shared_experts = shared_experts
+
+    def _with_shared_experts(self, output: torch.Tensor) -> torch.Tensor:
+        if self.shared_experts is not None:
+            output += self.shared_experts.get_output()
+        return output
 
     def _travel(self, direction: str, rows: torch.Tensor, there: Map, back: Map) -> torch.Tensor:
         if (recorder := self.links.recorder) is not None:
@@ -219,6 +236,19 @@ class MovingDispatcher(_PiperDispatcher):
     def _routes(self) -> tuple[Route, Route]:
         assert self._route is not None
         return self._route, self._route
+
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Megatron's: sorts rows by expert."""
+        with self._without_shared_experts():
+            return super().dispatch_postprocess(rows, probs)
+
+    def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """Megatron's: adds up what became of each token, and the shared experts' output."""
+        with self._without_shared_experts():
+            output = super().combine_postprocess(rows)
+        return self._with_shared_experts(output)
 
     def _pairs_between_nodes(self) -> int:
         route, _ = self._routes()
@@ -405,10 +435,7 @@ class RelayDispatcher(_PiperDispatcher):
         """
         assert self._plan is not None
         output = scatter(rows, self._plan.token_S, self.routing_map.shape[0])
-        output = output.view(self.hidden_shape)
-        if self.shared_experts is not None:
-            output += self.shared_experts.get_output()
-        return output
+        return self._with_shared_experts(output.view(self.hidden_shape))
 
 
 @dataclass(frozen=True)
