@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,7 +131,8 @@ TRACED = {
     },
 }
 TRACED_ON_EIGHT = {
-    name: EIGHT_RANKS[name] for name in ("4x2 in disorder", "4x2, a node has no part", "8x1")
+    name: replace(EIGHT_RANKS[name], variants=EACH + IN_ROUNDS)
+    for name in ("4x2 in disorder", "4x2, a node has no part", "8x1")
 }
 ALL_TRACED = TRACED | TRACED_ON_EIGHT
 
