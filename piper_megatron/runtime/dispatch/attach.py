@@ -8,6 +8,7 @@ from megatron.training import get_args
 
 from piper_megatron.runtime.dispatch.choice import resolve_dispatcher
 from piper_megatron.runtime.dispatch.dispatcher import DispatcherSpec
+from piper_megatron.runtime.dispatch.groups import ExpertGroups
 from piper_megatron.runtime.dispatch.stats import LayerRecorder
 from piper_megatron.runtime.parallel_state import expert_groups
 from piper_megatron.workload.dispatcher_flags import dispatcher_flags
@@ -15,11 +16,14 @@ from piper_megatron.workload.dispatcher_flags import dispatcher_flags
 
 def attach(layer: Any) -> None:
     """Replaces the alltoall dispatcher of a MoELayer, if `--piper-dispatcher` asks for it."""
-    spec = _job_spec()
+    groups = expert_groups()
+    if groups is None:  # no --piper-* flag, or no training job
+        return
+    flags, spec = dispatcher_flags(get_args()), _job_spec(groups)
     if spec is None:
         return
     old = layer.token_dispatcher
-    recorder = LayerRecorder(layer, spec.algorithm) if _flags().stats else None
+    recorder = LayerRecorder(layer, spec.algorithm) if flags.stats else None
     layer.token_dispatcher = spec.build(
         old.num_local_experts,
         old.local_expert_indices,
@@ -32,16 +36,11 @@ def attach(layer: Any) -> None:
         layer.token_dispatcher.set_shared_experts(old.shared_experts)
 
 
-def _flags() -> Any:
-    return dispatcher_flags(get_args())
-
-
 @cache
-def _job_spec() -> DispatcherSpec | None:
+def _job_spec(groups: ExpertGroups) -> DispatcherSpec | None:
     """The dispatcher of this job; None without `--piper-dispatcher`."""
-    flags, groups = _flags(), expert_groups()
-    if flags.algorithm is None:
+    args = get_args()
+    if dispatcher_flags(args).algorithm is None:
         return None
-    assert groups is not None, "ranks are placed when a flag is given"
-    algorithm, chunks = resolve_dispatcher(get_args(), groups)
+    algorithm, chunks = resolve_dispatcher(args, groups)
     return DispatcherSpec(algorithm, groups, chunks)

@@ -113,9 +113,10 @@ class RelayExchange:
             strict=True,
         ):
             rows = relay.sum(0).unsqueeze(-1)
-            # exact: sums of few thousand ones
-            rows_on = torch.einsum("tmj,tml->mjl", relay, need)
-            pairs_on = torch.einsum("tmj,tml->mjl", relay, pairs)
+            # exact in fp32, as sums of few thousand ones
+            with torch.autocast(map_TE.device.type, enabled=False):
+                rows_on = torch.einsum("tmj,tml->mjl", relay, need)
+                pairs_on = torch.einsum("tmj,tml->mjl", relay, pairs)
             tables.append(torch.cat([rows, rows_on, pairs_on], -1))
         return torch.stack(tables, 2).int()
 

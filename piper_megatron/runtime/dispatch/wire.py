@@ -206,6 +206,8 @@ class Hop:
         """Says in an error of the backend which hop of which layer waited for whom."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             ranks = dist.get_process_group_ranks(self.group)
             waited = ", ".join(str(ranks[self.ranks[peer]]) for peer in peers) or "none"
