@@ -100,38 +100,66 @@ def _bytes(activations: Activations) -> PieceBytes:
     return PieceBytes(activations.total, activations.working, activations.working_forward)
 
 
-def stage_peak_bytes(
+@dataclass(frozen=True)
+class Settled:
+    """Bytes of a stage that training settings of the optimizer decide.
+
+    Attributes:
+        resident: between steps.
+        floor: beyond `resident`, at the highest point outside of the passes.
+    """
+
+    resident: Number
+    floor: Number
+
+
+def settled_bytes(
+    model: ModelSpec,
+    training: TrainingSpec,
+    sizes: Sizes,
+    held: StageLayers,
+    tensors: Sequence[Tensor],
+    *,
+    transposed_weights: bool,
+) -> Settled:
+    """What a rank of a stage holds whether or not it computes.
+
+    Args:
+        model: what is trained.
+        training: precision and optimizer.
+        sizes: of many layouts.
+        held: what the stage holds.
+        tensors: its parameters.
+        transposed_weights: as for `state_bytes`.
+    """
+    states = state_bytes(model, training, sizes, tensors, transposed_weights=transposed_weights)
+    resident = states.resident_bytes
+    if model.experts is not None:
+        resident = resident + held.with_experts(True) * router_bytes(model, training)
+    load = _load_bytes(training, sizes, tensors) - states.optimizer_bytes
+    return Settled(resident, np.maximum(states.step_peak_bytes, load))
+
+
+def passing_bytes(
     model: ModelSpec,
     training: TrainingSpec,
     sizes: Sizes,
     stage: Number,
     held: StageLayers,
-    tensors: Sequence[Tensor],
     pieces: Pieces,
-    *,
-    transposed_weights: bool,
-) -> Number:
-    """Peak of what torch allocates on a rank of a stage.
+) -> tuple[Number, Number]:
+    """Bytes of a stage that its passes need: buffers that stay, and the highest point above them.
 
     Args:
         model: what is trained.
-        training: precision, optimizer, schedule.
+        training: what is kept and recomputed, schedule.
         sizes: of many layouts.
         stage: pipeline rank, one for each layout.
         held: what the stage holds.
-        tensors: its parameters.
         pieces: activations for these layouts.
-        transposed_weights: as for `state_bytes`.
     """
-    states = state_bytes(model, training, sizes, tensors, transposed_weights=transposed_weights)
-    resident = states.resident_bytes + np.where(
-        held.last == 1, pieces.buffers[True], pieces.buffers[False]
-    )
-    if model.experts is not None:
-        resident = resident + held.with_experts(True) * router_bytes(model, training)
-    passes = _passes_bytes(model, training, sizes, stage, held, pieces)
-    load = _load_bytes(training, sizes, tensors) - states.optimizer_bytes
-    return resident + np.maximum(np.maximum(passes, states.step_peak_bytes), load)
+    stays = np.where(held.last == 1, pieces.buffers[True], pieces.buffers[False])
+    return stays, _passes_bytes(model, training, sizes, stage, held, pieces)
 
 
 def _load_bytes(training: TrainingSpec, sizes: Sizes, tensors: Sequence[Tensor]) -> Number:

@@ -11,7 +11,7 @@ import numpy as np
 
 from piper_megatron.layout.sizes import Number, Sizes
 from piper_megatron.resources.chunk_time import end_time, varied
-from piper_megatron.resources.communication import Pass, step_communication
+from piper_megatron.resources.communication import Exchange, Pass, step_communication
 from piper_megatron.resources.compute import optimizer_seconds
 from piper_megatron.resources.layer_time import Machine, layer_time, together_s
 from piper_megatron.resources.parameters import ParameterCount
@@ -117,14 +117,10 @@ class Stage:
     Attributes:
         rank: of the pipeline.
         time: of its chunks, for one micro-batch.
-        parameters: that one of its ranks holds.
-        spared: share of its layers that full recomputation leaves out.
     """
 
     rank: Number
     time: PieceTime
-    parameters: ParameterCount
-    spared: Number
 
 
 def stage_time(held: StageLayers, pieces: PieceTimes, spared: Number) -> PieceTime:
@@ -202,35 +198,48 @@ def _held_sends(training: TrainingSpec, sizes: Sizes, stage: Number) -> Number:
     return np.where(many, held, plain)
 
 
-def replica_seconds(
+def replica_exchanges(
     model: ModelSpec,
     training: TrainingSpec,
     sizes: Sizes,
     machine: Machine,
-    first: Stage,
-) -> Number:
-    """Seconds that gradients and parameters add to a step, on the first stage, which ends last.
+    parameters: ParameterCount,
+) -> dict[str, Exchange]:
+    """What a stage with so many parameters exchanges once a step.
 
     Args:
         model: what is trained.
-        training: overlap of both.
+        training: optimizer, formats, overlap.
         sizes: of many layouts.
         machine: whose curves hold.
-        first: the first stage.
+        parameters: of one rank of the stage.
     """
-    exchanges = step_communication(
+    return step_communication(
         model,
         training,
         sizes,
         machine.platform,
-        dense_elements=first.parameters.dense,
-        expert_elements=first.parameters.expert,
+        dense_elements=parameters.dense,
+        expert_elements=parameters.expert,
         order=machine.order,
     )
+
+
+def replica_seconds(
+    training: TrainingSpec, sizes: Sizes, exchanges: dict[str, Exchange], first: PieceTime
+) -> Number:
+    """Seconds that gradients and parameters add to a step, on the first stage, which ends last.
+
+    Args:
+        training: overlap of both.
+        sizes: of many layouts.
+        exchanges: of the first stage, by part.
+        first: passes of the first stage.
+    """
     rest = exchanges["replicated_gradients"].backward_s + exchanges["gradient_norm"].backward_s
     rest = rest + np.where(np.greater(sizes.pp, 1), exchanges["tied_embedding"].backward_s, 0.0)
     replicas = [exchanges[name] for name in _AMONG_REPLICAS if name in exchanges]
-    forward_s, backward_s = first.time.forward_s, first.time.backward_s
+    forward_s, backward_s = first.forward_s, first.backward_s
     if training.fsdp:
         return (
             rest

@@ -11,17 +11,25 @@ import numpy as np
 
 from piper_megatron.layout.sizes import Number, Sizes
 from piper_megatron.platform.platform import Platform
-from piper_megatron.resources.closed_memory import pieces, spared_share, stage_peak_bytes
+from piper_megatron.resources.closed_memory import (
+    Settled,
+    passing_bytes,
+    pieces,
+    settled_bytes,
+    spared_share,
+)
 from piper_megatron.resources.closed_time import (
+    PieceTime,
     Stage,
     piece_times,
     pipeline_seconds,
+    replica_exchanges,
     replica_seconds,
     stage_time,
     update_seconds,
     whole_time,
 )
-from piper_megatron.resources.communication import Order, boundary_seconds
+from piper_megatron.resources.communication import Exchange, Order, boundary_seconds
 from piper_megatron.resources.communicators import communicators_gib, needed_gib
 from piper_megatron.resources.estimate import GIB
 from piper_megatron.resources.layer_time import Machine
@@ -52,6 +60,145 @@ class Evaluation:
     feasible: np.ndarray
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What the passes of many layouts take, under one way to compute, recompute and exchange.
+
+    Attributes:
+        pipeline_s: of all passes of a step.
+        first: passes of the first stage.
+        stays, peaks: bytes of each of the leading stages, as `passing_bytes` returns them.
+    """
+
+    pipeline_s: Number
+    first: PieceTime
+    stays: tuple[Number, ...]
+    peaks: tuple[Number, ...]
+
+
+@dataclass(frozen=True)
+class States:
+    """What weights, gradients and optimizer of many layouts take, under one kind of optimizer.
+
+    Attributes:
+        training: settings of the optimizer and its overlap.
+        settled: bytes of each of the leading stages.
+        exchanges: among replicas of the first stage.
+        update_s: of the optimizer step.
+    """
+
+    training: TrainingSpec
+    settled: tuple[Settled, ...]
+    exchanges: dict[str, Exchange]
+    update_s: Number
+
+
+class Evaluator:
+    """Evaluates many layouts of one model under several settings.
+
+    A step's passes and a step's states depend on different settings, so that each is computed once
+    for every one of its own settings and then put together in any combination.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        training: TrainingSpec,
+        sizes: Sizes,
+        platform: Platform,
+        *,
+        stack: str | None = None,
+        imbalance: float = 1.0,
+        order: Order = "megatron",
+    ) -> None:
+        """Counts the parameters of the stages.
+
+        Args:
+            model: what is trained.
+            training: settings that all have in common.
+            sizes: as for `evaluate`.
+            platform: as for `evaluate`.
+            stack: as for `evaluate`.
+            imbalance: as for `evaluate`.
+            order: as for `evaluate`.
+        """
+        self.model, self.imbalance = model, imbalance
+        self.accelerator = platform.need_accelerator()
+        self.machine = Machine(platform=platform, stack=self.accelerator.stack(stack), order=order)
+        self.sizes = _arrays(sizes)
+        self._few, self._which = _distinct(self.sizes, _LAYER_SIZES)
+        self._stages = leading_stages(model, self.sizes)
+        self._held = [stage_layers(model, self.sizes, stage) for stage in self._stages]
+        self._tensors = [
+            stage_tensors(
+                model,
+                training,
+                self.sizes,
+                dense_layers=held.with_experts(False),
+                moe_layers=held.with_experts(True),
+                embedding=held.embedding,
+                mtp=held.last * (model.mtp_layers > 0),
+                loss=held.last,
+            )
+            for held in self._held
+        ]
+        self._parameters = [count(tensors, self.sizes) for tensors in self._tensors]
+
+    def passes(self, training: TrainingSpec) -> Passes:
+        """Times and activations under these settings of layers and schedule."""
+        given = self.model, training, self._few
+        activations = _each(pieces(*given, self.imbalance), self._which)
+        times = _each(piece_times(*given, self.machine, self.imbalance), self._which)
+        stages, bytes_ = [], []
+        for stage, held in zip(self._stages, self._held, strict=True):
+            spared = spared_share(training, self.sizes, held)
+            stages.append(Stage(stage, stage_time(held, times, spared)))
+            bytes_.append(passing_bytes(self.model, training, self.sizes, stage, held, activations))
+        boundary_s = boundary_seconds(
+            self.model, training, self.sizes, self.machine.platform, order=self.machine.order
+        )
+        first_spared = spared_share(training, self.sizes, self._held[0])
+        whole = whole_time(self.model, times, first_spared)
+        pipeline_s = pipeline_seconds(training, self.sizes, stages, whole, boundary_s)
+        stays, peaks = zip(*bytes_, strict=True)
+        return Passes(pipeline_s, stages[0].time, stays, peaks)
+
+    def states(self, training: TrainingSpec) -> States:
+        """Bytes, exchanges and update under these settings of the optimizer."""
+        transposed = self.accelerator.transposes_8_bit
+        settled = tuple(
+            settled_bytes(
+                self.model, training, self.sizes, held, tensors, transposed_weights=transposed
+            )
+            for held, tensors in zip(self._held, self._tensors, strict=True)
+        )
+        update_s: Number = 0.0
+        for parameters in self._parameters:
+            spent = update_seconds(training, self.sizes, self.machine, parameters)
+            update_s = np.maximum(update_s, spent)
+        exchanges = replica_exchanges(
+            self.model, training, self.sizes, self.machine, self._parameters[0]
+        )
+        return States(training, settled, exchanges, update_s)
+
+    def together(self, passes: Passes, states: States) -> Evaluation:
+        """A step with these passes and these states."""
+        peak_bytes: Number = 0.0
+        for settled, stays, peak in zip(states.settled, passes.stays, passes.peaks, strict=True):
+            needed = settled.resident + stays + np.maximum(peak, settled.floor)
+            peak_bytes = np.maximum(peak_bytes, needed)
+        step_s = (
+            passes.pipeline_s
+            + replica_seconds(states.training, self.sizes, states.exchanges, passes.first)
+            + states.update_s
+        )
+        peak_gib = peak_bytes / GIB
+        overheads = self.accelerator.overheads
+        needed = needed_gib(peak_gib, communicators_gib(self.sizes, overheads))
+        feasible = needed <= self.accelerator.memory.capacity_gib
+        return Evaluation(*(np.asarray(each) for each in (step_s, peak_gib, needed, feasible)))
+
+
 def evaluate(
     model: ModelSpec,
     training: TrainingSpec,
@@ -80,61 +227,10 @@ def evaluate(
     Raises:
         PlatformError: the platform has no accelerator, or that lacks the precision.
     """
-    accelerator = platform.need_accelerator()
-    machine = Machine(platform=platform, stack=accelerator.stack(stack), order=order)
-    sizes = _arrays(sizes)
-    few, which = _distinct(sizes, _LAYER_SIZES)
-    activations = _each(pieces(model, training, few, imbalance), which)
-    times = _each(piece_times(model, training, few, machine, imbalance), which)
-
-    peak_bytes: Number = 0.0
-    update_s: Number = 0.0
-    stages = []
-    for stage in leading_stages(model, sizes):
-        held = stage_layers(model, sizes, stage)
-        tensors = stage_tensors(
-            model,
-            training,
-            sizes,
-            dense_layers=held.with_experts(False),
-            moe_layers=held.with_experts(True),
-            embedding=held.embedding,
-            mtp=held.last * (model.mtp_layers > 0),
-            loss=held.last,
-        )
-        parameters = count(tensors, sizes)
-        peak = stage_peak_bytes(
-            model,
-            training,
-            sizes,
-            stage,
-            held,
-            tensors,
-            activations,
-            transposed_weights=accelerator.transposes_8_bit,
-        )
-        peak_bytes = np.maximum(peak_bytes, peak)
-        update_s = np.maximum(update_s, update_seconds(training, sizes, machine, parameters))
-        spared = spared_share(training, sizes, held)
-        stages.append(Stage(stage, stage_time(held, times, spared), parameters, spared))
-
-    first = stages[0]
-    step_s = (
-        pipeline_seconds(
-            training,
-            sizes,
-            stages,
-            whole_time(model, times, first.spared),
-            boundary_seconds(model, training, sizes, platform, order=order),
-        )
-        + replica_seconds(model, training, sizes, machine, first)
-        + update_s
+    evaluator = Evaluator(
+        model, training, sizes, platform, stack=stack, imbalance=imbalance, order=order
     )
-    peak_gib = peak_bytes / GIB
-    overheads = accelerator.overheads
-    needed = needed_gib(peak_gib, communicators_gib(sizes, overheads))
-    feasible = needed <= accelerator.memory.capacity_gib
-    return Evaluation(*(np.asarray(each) for each in (step_s, peak_gib, needed, feasible)))
+    return evaluator.together(evaluator.passes(training), evaluator.states(training))
 
 
 def _arrays(sizes: Sizes) -> Sizes:
