@@ -190,11 +190,16 @@ def serve(cpu: bool) -> None:
 
 
 def _preload_megatron() -> None:
+    """Imports what a training would import, some of it late: a second or more in every rank."""
     from piper_megatron.runtime import cpu
 
     cpu.enable()
     import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.tokenizers.text
     import megatron.training.training  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    import piper_megatron.runtime.dispatch.attach  # noqa: F401
 
 
 def _jobs(stream: BinaryIO) -> Iterator[Job]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import chain
 
 import torch.distributed as dist
@@ -34,23 +35,23 @@ class ExpertGroups:
         """Members on a node, g."""
         return len(self.members[0])
 
-    @property
+    @cached_property
     def node_index(self) -> int:
         """Row of this rank in `members`."""
         return next(i for i, node in enumerate(self.members) if self.ep.rank() in node)
 
-    @property
+    @cached_property
     def local_index(self) -> int:
         """Column of this rank in `members`."""
         return self.members[self.node_index].index(self.ep.rank())
 
-    @property
+    @cached_property
     def rail_ranks(self) -> tuple[int, ...]:
         """[M] rank within `rail` of its member on each node: torch sorts the ranks of a group."""
         rail = [node[self.local_index] for node in self.members]
         return tuple(map(sorted(rail).index, rail))
 
-    @property
+    @cached_property
     def flat_members(self) -> tuple[int, ...]:
         """[M g] ranks within `ep`, node by node."""
         return tuple(chain.from_iterable(self.members))

@@ -18,6 +18,7 @@ R rows relayed, N rows received. Experts are in the order of ranks node by node.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class RelayExchange:
         """C."""
         return self._schedule.parts_in_all
 
-    @property
+    @cached_property
     def _schedule(self) -> Schedule:
         return schedule(self.groups.nodes, self.chunks, divisible=True)
 

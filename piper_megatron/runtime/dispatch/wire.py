@@ -74,7 +74,7 @@ class Hop:
     between_nodes: tuple[bool, ...]
     recorder: LayerRecorder | None
 
-    @property
+    @cached_property
     def me(self) -> int:
         """This rank as a peer."""
         return self.ranks.index(self.group.rank())
