@@ -1,6 +1,7 @@
 """The pipeline layout: what every virtual stage of every pipeline rank holds."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper_megatron.errors import LayoutError
@@ -322,6 +323,11 @@ def balanced_layout_string(layers: int, pp: int, vpp: int = 1, mtp_layers: int =
         )
         loads[chunk] += 1
         counts[chunk] += 1
+    return layout_string(counts, mtp_layers)
+
+
+def layout_string(counts: Sequence[int], mtp_layers: int = 0) -> str:
+    """A text for `--pipeline-model-parallel-layout` with so many decoder layers in each chunk."""
     texts = [f"t*{count}" if count > 2 else "t" * count for count in counts]
     texts[0] = "E" + texts[0]
     texts[-1] += "m" * mtp_layers + "L"

@@ -94,7 +94,7 @@ def piece_times(
     embedding, last = end("embedding"), end("head")
     if model.mtp_layers:
         depth = sum_times(
-            (layer(mtp_kind(model)), 1), (embedding, 1), (end("prediction"), 1), (last, 1)
+            (layers[mtp_kind(model)], 1), (embedding, 1), (end("prediction"), 1), (last, 1)
         )
         last = sum_times((last, 1), (depth, model.mtp_layers))
     return PieceTimes(layers, spared, embedding, last)

@@ -18,7 +18,7 @@ from piper_megatron.layout.collectives import (
 )
 from piper_megatron.layout.sizes import Number, Sizes
 from piper_megatron.platform.platform import Platform
-from piper_megatron.resources.dispatch import announcement_cost, dispatch_cost
+from piper_megatron.resources.dispatch import Ways, dispatch_cost
 from piper_megatron.resources.exchange import (
     Compute,
     Exchange,
@@ -147,36 +147,33 @@ def _dispatch(
     """Exchanges with the experts' ranks, by any dispatcher but `allgather`."""
     experts = model.experts
     assert experts is not None
-    flex = training.dispatcher == "flex"
-    reach = pricing.reach("tp_ep" if flex else "ep")
     tokens = routed_rows(experts, pricing.sizes, imbalance) / experts.topk
-    priced = []
-    for part in ("dispatch", "combine"):
-        cost = dispatch_cost(
-            pricing.platform,
-            training,
-            experts,
-            reach,
-            tokens=tokens,
-            row_bytes=row_bytes(model, training),
-            copies=pricing.sizes.etp if flex else 1,
-            probabilities=part == "dispatch",
-        )
-        priced += [
-            Priced(part, phase, cost, _behind_dispatch(training, part, phase)) for phase in _PASSES
+    bytes_of_row = row_bytes(model, training)
+    given = pricing.platform, training, experts
+    if training.dispatcher == "flex":
+        costs = [
+            dispatch_cost(
+                *given,
+                pricing.reach("tp_ep"),
+                tokens=tokens,
+                row_bytes=bytes_of_row,
+                copies=pricing.sizes.etp,
+                probabilities=probabilities,
+            )
+            for probabilities in (True, False)
         ]
-    if not flex:
-        announcement = announcement_cost(
-            pricing.platform,
-            training,
-            experts,
-            reach,
-            pricing.reach("tp_ep"),
-            tokens=tokens,
-            row_bytes=row_bytes(model, training),
-        )
+    else:
+        ways = Ways.of(*given, pricing.reach("ep"), tokens=tokens, row_bytes=bytes_of_row)
+        costs = [ways.exchange(probabilities=probabilities) for probabilities in (True, False)]
+    priced = [
+        Priced(part, phase, cost, _behind_dispatch(training, part, phase))
+        for part, cost in zip(("dispatch", "combine"), costs, strict=True)
+        for phase in _PASSES
+    ]
+    if training.dispatcher != "flex":
         # Piper's dispatchers plan once: runtime/dispatch/recall.py
         again = training.dispatcher == "alltoall"
+        announcement = ways.announcement(pricing.reach("tp_ep"))
         priced.append(Priced("dispatch", "forward", announcement, repeated=again))
     return priced
 

@@ -5,6 +5,8 @@ Megatron's `alltoall` sends a row for every expert, and `--piper-dispatcher` has
 to every rank, and has its kernels do both at once.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from piper_megatron.layout.sizes import Number
@@ -61,11 +63,8 @@ def dispatch_cost(
             copies,
             first=probabilities,
         )
-    options, best = _options(platform, training, experts, reach, tokens, row_bytes)
-    costs = [
-        each.rows() + each.probabilities() if probabilities else each.rows() for each in options
-    ]
-    return _selected(costs, best)
+    ways = Ways.of(platform, training, experts, reach, tokens=tokens, row_bytes=row_bytes)
+    return ways.exchange(probabilities=probabilities)
 
 
 def announcement_cost(
@@ -92,40 +91,69 @@ def announcement_cost(
         tokens: as for `dispatch_cost`.
         row_bytes: as for `dispatch_cost`.
     """
-    options, best = _options(platform, training, experts, reach, tokens, row_bytes)
-    return _selected([each.announcement(gathered) for each in options], best)
+    ways = Ways.of(platform, training, experts, reach, tokens=tokens, row_bytes=row_bytes)
+    return ways.announcement(gathered)
 
 
-def _options(
-    platform: Platform,
-    training: TrainingSpec,
-    experts: Experts,
-    reach: Reach,
-    tokens: Number,
-    row_bytes: int,
-) -> tuple[list[Exchanges], Number]:
-    """The algorithms that a dispatcher may take, and which of them it takes in each layout."""
-    algorithms = {"alltoall": ("flat",), AUTO: ALGORITHMS}.get(
-        training.dispatcher, (training.dispatcher,)
-    )
-    options = [
-        Exchanges(
-            algorithm=algorithm,
-            platform=platform,
-            training=training,
-            experts=experts,
-            reach=reach,
-            tokens=tokens,
-            row_bytes=row_bytes,
-            chunks=training.dispatcher_chunks,
+@dataclass(frozen=True)
+class Ways:
+    """The algorithms that a dispatcher may take, and which of them it takes in each layout.
+
+    Attributes:
+        options: the exchanges of each algorithm.
+        best: place of the quickest one, or an array [layouts].
+    """
+
+    options: tuple[Exchanges, ...]
+    best: Number
+
+    @classmethod
+    def of(
+        cls,
+        platform: Platform,
+        training: TrainingSpec,
+        experts: Experts,
+        reach: Reach,
+        *,
+        tokens: Number,
+        row_bytes: int,
+    ) -> "Ways":
+        """Those of any dispatcher but `flex`; arguments as for `dispatch_cost`."""
+        algorithms = {"alltoall": ("flat",), AUTO: ALGORITHMS}.get(
+            training.dispatcher, (training.dispatcher,)
         )
-        for algorithm in algorithms
-    ]
-    if len(options) == 1:
-        return options, 0
-    seconds = np.stack([np.asarray(each.round_trip().seconds) for each in options])
-    # inside one node there is one hop
-    return options, np.where(options[0].nodes > 1, seconds.argmin(axis=0), 0)
+        options = tuple(
+            Exchanges(
+                algorithm=algorithm,
+                platform=platform,
+                training=training,
+                experts=experts,
+                reach=reach,
+                tokens=tokens,
+                row_bytes=row_bytes,
+                chunks=training.dispatcher_chunks,
+            )
+            for algorithm in algorithms
+        )
+        if len(options) == 1:
+            return cls(options, 0)
+        seconds = np.stack([np.asarray(each.round_trip().seconds) for each in options])
+        # inside one node there is one hop
+        return cls(options, np.where(options[0].nodes > 1, seconds.argmin(axis=0), 0))
+
+    def exchange(self, *, probabilities: bool) -> Cost:
+        """Of a dispatch or a combine, one way."""
+        return _selected(
+            [
+                each.rows() + each.probabilities() if probabilities else each.rows()
+                for each in self.options
+            ],
+            self.best,
+        )
+
+    def announcement(self, gathered: Reach) -> Cost:
+        """Of the numbers of rows, as for `announcement_cost`."""
+        return _selected([each.announcement(gathered) for each in self.options], self.best)
 
 
 def _selected(costs: list[Cost], best: Number) -> Cost:

@@ -26,6 +26,9 @@ import numpy as np
 from piper_megatron.layout.sizes import Number
 from piper_megatron.workload.spec import Experts
 
+# layouts, beyond which equal ones among them are computed once
+_FEW = 64
+
 
 @dataclass(frozen=True)
 class Distinct:
@@ -73,6 +76,9 @@ def distinct_domains(experts: Experts, domains: Number) -> Number:
         experts: count, top-k and groups.
         domains: n, one number or many.
     """
+    if np.size(domains) > _FEW:
+        some, which = np.unique(domains, return_inverse=True)
+        return np.asarray(distinct_domains(experts, some))[which]
     count, topk = experts.count, experts.topk
     share = count / np.maximum(domains, 1)
     if not experts.groups or not experts.topk_groups:

@@ -11,6 +11,7 @@ is the mirror image and takes as long. More parts overlap better and start more 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -77,10 +78,18 @@ class Exchanges:
 
     def rows(self) -> Cost:
         """Rows of hidden states, one way."""
-        return self._moved(self._rows(), self.row_bytes, self.best_chunks())
+        return self._row_cost
 
     def probabilities(self) -> Cost:
         """Probabilities of dispatch, or their gradients: an exchange of their own."""
+        return self._probability_cost
+
+    @cached_property
+    def _row_cost(self) -> Cost:
+        return self._moved(self._rows(), self.row_bytes, self.best_chunks())
+
+    @cached_property
+    def _probability_cost(self) -> Cost:
         pairs = pairs_per_token(
             self.algorithm, self.experts.topk, self._reached(), self.nodes, self.per_node
         )
@@ -111,6 +120,10 @@ class Exchanges:
 
     def best_chunks(self) -> Number:
         """Parts in which rows cross between nodes: as asked for, or as many as pay."""
+        return self._best_chunks
+
+    @cached_property
+    def _best_chunks(self) -> Number:
         if self.algorithm not in CHUNKED:
             return 1
         tried = [self._legal(chunks) for chunks in ((self.chunks,) if self.chunks else _CHUNKS)]

@@ -1,0 +1,175 @@
+"""A candidate worked out: its arguments, their legality, and an estimate event by event."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from piper_megatron.check.run import judge
+from piper_megatron.errors import PiperError
+from piper_megatron.layout.job import Job, job_of
+from piper_megatron.layout.pipeline import balanced_layout_string
+from piper_megatron.resources.dispatch import fast_level
+from piper_megatron.resources.estimate import Estimate, estimate
+from piper_megatron.resources.reach import domain_sizes
+from piper_megatron.resources.step import step_time
+from piper_megatron.tuning.plan import Plan, PlanLayout, confidence
+from piper_megatron.tuning.score import Candidate
+from piper_megatron.tuning.stages import balanced_by_time
+from piper_megatron.tuning.task import AXES, SPLIT, VIRTUAL, Choice, Task, values_of
+from piper_megatron.workload.flags import spelling_of
+
+_LAYOUT = "--pipeline-model-parallel-layout"
+_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A candidate whose arguments Megatron takes.
+
+    Attributes:
+        candidate: what it was made of.
+        tokens: arguments that the user did not give.
+        step_s: predicted pass by pass.
+    """
+
+    candidate: Candidate
+    tokens: tuple[str, ...]
+    step_s: float
+
+
+def finalist(task: Task, candidate: Candidate) -> Finalist | str:
+    """The quickest legal way to run a candidate, or the id of the rule that refuses it."""
+    refusal = ""
+    ways: list[Finalist] = []
+    for split in _splits(task, candidate):
+        tokens = (*_size_tokens(task, candidate.sizes), *split, *_choice_tokens(task, candidate))
+        errors = [f for f in judge(task.command(values_of(tokens))) if f.severity == "error"]
+        if errors:
+            refusal = refusal or errors[0].id
+            continue
+        try:
+            step_s = step_time(_job(task, tokens), task.platform, task.stack, task.imbalance).step_s
+        except PiperError as error:
+            refusal = refusal or str(error)
+            continue
+        ways.append(Finalist(candidate, tokens, step_s))
+    return min(ways, key=lambda way: way.step_s) if ways else refusal
+
+
+def estimated(task: Task, chosen: Finalist) -> Estimate:
+    """What a finalist will need."""
+    return estimate(
+        _job(task, chosen.tokens), task.platform, stack=task.stack, imbalance=task.imbalance
+    )
+
+
+def plan(task: Task, chosen: Finalist, found: Estimate, rank: int, model: str) -> Plan:
+    """A finalist as a plan."""
+    job = _job(task, chosen.tokens)
+    recompute, _, optimizer = (choice.name for choice in chosen.candidate.choices)
+    layout = job.layout
+    values = task.changed(values_of(chosen.tokens))
+    return Plan(
+        rank=rank,
+        platform=task.platform.name,
+        gpus=task.gpus,
+        model=model,
+        global_batch=job.batch.global_batch,
+        seq=job.batch.seq,
+        megatron_args=chosen.tokens,
+        layout=PlanLayout(
+            **{name: getattr(layout, name) for name in ("tp", "cp", "pp", "ep", "etp")},
+            vpp=job.pipeline.vpp,
+            dp=layout.dp,
+            edp=layout.edp,
+            micro_batch=job.batch.micro_batch,
+            micro_batches=int(job.sizes.micro_batches),
+            pipeline=values.pipeline_model_parallel_layout,
+            recompute=recompute,
+            dispatcher=_dispatcher(job) if job.model.experts else "none",
+            optimizer=optimizer,
+        ),
+        estimate=found,
+        confidence=confidence(task.platform, _farthest(task, job)),
+        notes=_notes(task, job, values),
+    )
+
+
+def _job(task: Task, tokens: tuple[str, ...]) -> Job:
+    return job_of(task.changed(values_of(tokens)), task.gpus)
+
+
+def _dispatcher(job: Job) -> str:
+    training = job.training
+    return training.flex_backend if training.dispatcher == "flex" else training.dispatcher
+
+
+def _size_tokens(task: Task, sizes: dict[str, int]) -> tuple[str, ...]:
+    tokens: list[str] = []
+    for axis, dest in AXES.items():
+        of_experts = axis in ("ep", "etp")
+        if dest in task.given or (of_experts and task.model.experts is None):
+            continue
+        tokens += [spelling_of(dest), str(sizes[axis])]
+    if sizes["tp"] > 1 and not task.base.sequence_parallel:
+        tokens.append("--sequence-parallel")
+    return tuple(tokens)
+
+
+def _splits(task: Task, candidate: Candidate) -> list[tuple[str, ...]]:
+    """Ways to share out the layers: as Megatron does it or balanced by layers, and by time."""
+    pp, vpp = candidate.sizes["pp"], candidate.sizes["vpp"]
+    layers, mtp = task.model.layers, task.model.mtp_layers
+    virtual = (_VIRTUAL, str(vpp)) if vpp > 1 and not task.fixed(VIRTUAL) else ()
+    if pp == 1 or task.fixed((*VIRTUAL, *SPLIT)):
+        return [() if "pipeline_model_parallel_layout" in task.given else virtual]
+    if layers % (pp * vpp) == 0:
+        first: tuple[str, ...] = virtual
+    else:
+        first = (_LAYOUT, balanced_layout_string(layers, pp, vpp, mtp))
+    ways = [first]
+    tokens = (*_size_tokens(task, candidate.sizes), *first, *_choice_tokens(task, candidate))
+    try:
+        text = balanced_by_time(_job(task, tokens), task.platform, task.stack, task.imbalance)
+    except PiperError:
+        return ways
+    if text is not None and (_LAYOUT, text) != first:
+        ways.append((_LAYOUT, text))
+    return ways
+
+
+def _choice_tokens(task: Task, candidate: Candidate) -> tuple[str, ...]:
+    recompute, dispatcher, optimizer = candidate.choices
+    group = candidate.sizes["ep"] * candidate.sizes["etp"]
+    if "piper_dispatcher" in dispatcher.values and group <= task.platform.ranks_per_node:
+        at = dispatcher.tokens.index("--piper-dispatcher")
+        dispatcher = Choice(dispatcher.name, dispatcher.tokens[:at])
+    given: dict[str, Any] = vars(task.base)
+    tokens = (*recompute.tokens, *dispatcher.tokens, *optimizer.tokens)
+    assert not task.given & values_of(tokens).keys(), (task.given, given)
+    return tokens
+
+
+def _farthest(task: Task, job: Job) -> int:
+    """The outermost level that a layer's exchanges cross."""
+    layout = job.layout
+    members = max(layout.tp * layout.cp, layout.ep * layout.etp)
+    for index, ranks in enumerate(domain_sizes(task.platform)):
+        if ranks is None or members <= ranks:
+            return index
+    return len(task.platform.levels) - 1
+
+
+def _notes(task: Task, job: Job, values: Any) -> tuple[str, ...]:
+    notes = []
+    if job.training.dispatcher == "flex" and "moe_token_dispatcher_type" not in task.given:
+        backend = job.training.flex_backend
+        rack = fast_level(task.platform) > task.platform.node_level
+        notes.append(
+            f"{backend} has to be installed and to know the network{' of the rack' if rack else ''}"
+            "; --moe-token-dispatcher-type alltoall excludes it"
+        )
+    if getattr(values, "piper_dispatcher", None):
+        notes.append("--piper-dispatcher needs piper-megatron run, or register() in the script")
+    if job.training.num_distributed_optimizer_instances > 1:
+        notes.append("several optimizer instances need the package einops")
+    return tuple(notes)
