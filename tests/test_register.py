@@ -1,8 +1,10 @@
 """The plug-in in real jobs: silent without a flag, visible in --help, undone on request."""
 
 import ast
+import os
 import re
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,6 +137,20 @@ def test_the_source_patch_applies_and_does_what_the_hooks_do(release, tmp_path):
         server.close()
     output = "".join(run.outputs)
     assert "Piper grid 2x2" in output
+    assert output.count("piper_megatron: in the source: ") == len(HOOKS)
+    assert "piper_megatron: applied" not in output
+
+
+def test_registering_before_a_patched_megatron_is_imported_hooks_nothing_twice(tmp_path):
+    patch = ROOT / "patches" / f"megatron-core-{INSTALLED}.patch"
+    tree = patched_tree(wheel(INSTALLED), patch, tmp_path)
+    output = subprocess.run(
+        [sys.executable, "-c", "import piper_megatron; piper_megatron.register()"],
+        env=os.environ | {"PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert output.count("piper_megatron: in the source: ") == len(HOOKS)
     assert "piper_megatron: applied" not in output
 

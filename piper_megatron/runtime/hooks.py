@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,13 @@ class HookSet:
         """Whether any replacement is in force."""
         return bool(self._replaced)
 
-    def apply(self, hooks: Iterable[Hook]) -> None:
+    def apply(self, hooks: Iterable[Hook], in_source: Container[str] = ()) -> None:
         """Applies all hooks, or none: every target is looked up before the first is replaced.
+
+        Args:
+            hooks: what to apply, in this order.
+            in_source: identifiers of hooks that the source itself applied. It may grow while targets
+                are looked up, since that is what imports a patched source.
 
         Raises:
             HookError: a distribution or a symbol is missing.
@@ -132,7 +137,8 @@ class HookSet:
                 )
                 continue
             owner, attribute, old = _look_up(hook, version)
-            found.append((hook, owner, attribute, old))
+            if hook.id not in in_source:
+                found.append((hook, owner, attribute, old))
         for hook, owner, attribute, old in found:
             # two hooks may stack on one target: the second wraps what the first installed
             own, old = _own(owner, attribute), _read(owner, attribute)

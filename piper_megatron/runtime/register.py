@@ -155,7 +155,7 @@ def register() -> None:
     if switched_on("PIPER_CPU") and not cpu.is_enabled():
         cpu.enable()
         _say_once(cpu.describe())
-    _hooks.apply(hook for hook in HOOKS if hook.id not in _in_source)
+    _hooks.apply(HOOKS, _in_source)
     in_source = [f"in the source: {hook_id}" for hook_id in sorted(_in_source)]
     _say_once([f"piper_megatron: {line}" for line in [*_hooks.log, *in_source]])
 
