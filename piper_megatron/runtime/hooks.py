@@ -120,7 +120,7 @@ class HookSet:
 
         Args:
             hooks: what to apply, in this order.
-            in_source: identifiers of hooks that the source itself applied. It may grow while targets
+            in_source: identifiers of hooks that the source applies. It may grow while targets
                 are looked up, since that is what imports a patched source.
 
         Raises:
