@@ -34,6 +34,11 @@ class Sizes:
     seq: int
 
     @property
+    def layouts(self) -> int:
+        """How many layouts these are."""
+        return int(np.size(self.tp))
+
+    @property
     def dp(self) -> Number:
         """Data-parallel size of the dense parameters, without context parallelism."""
         return self.world // (self.tp * self.cp * self.pp)

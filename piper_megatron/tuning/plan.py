@@ -11,7 +11,7 @@ from piper_megatron.platform.platform import Platform
 from piper_megatron.resources.estimate import Estimate
 from piper_megatron.strict import StrictModel, first_problem
 
-VERSION = 1
+VERSION: Literal[1] = 1
 Confidence = Literal["high", "medium", "low"]
 
 

@@ -185,7 +185,7 @@ class _Table:
 
     def scored(self, recomputes: tuple[Choice, ...]) -> _Part:
         """Runs through a part of the product."""
-        count = len(self.sizes.tp)
+        count = self.sizes.layouts
         part = _Part(
             np.full(count, np.inf),
             np.zeros(count, int),
@@ -208,7 +208,7 @@ class _Table:
         optimizers: tuple[Choice, ...],
     ) -> Iterator[tuple[int, Evaluation, np.ndarray]]:
         """Number in the product, what it costs, and which layouts can have it."""
-        if not len(self.sizes.tp):
+        if not self.sizes.layouts:
             return
         evaluator, training = self._evaluator(self.sizes), self.task.training
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -249,14 +249,14 @@ class _Table:
 
     def _room_for_states(self) -> np.ndarray:
         """Layouts whose states fit under the leanest optimizer."""
-        if not len(self.sizes.tp):
+        if not self.sizes.layouts:
             return np.zeros(0, dtype=bool)
         training = self.task.training(self.settings[2][-1])
         states = self._evaluator(self.sizes).states(training)
         bytes_ = np.max([each.resident + each.floor for each in states.settled], axis=0)
         overheads = self.task.platform.need_accelerator().overheads
         needed = needed_gib(bytes_ / GIB, communicators_gib(self.sizes, overheads))
-        return needed <= self.limit
+        return np.asarray(needed <= self.limit)
 
     def ends(self) -> tuple[tuple, tuple]:
         """Choices that bound the step time of a layout, and such as are likely to fit."""
@@ -272,7 +272,7 @@ class _Table:
         optimizers: tuple[Choice, ...],
     ) -> tuple[np.ndarray, float]:
         """Least time of every layout under some choices, and the least of all that fit."""
-        least, quickest = np.full(len(self.sizes.tp), np.inf), np.inf
+        least, quickest = np.full(self.sizes.layouts, np.inf), np.inf
         for _, found, legal in self.evaluations(recomputes, dispatchers, optimizers):
             least = np.where(legal, np.fmin(least, found.step_s), least)
             fits = legal & (found.needed_gib <= self.limit)
@@ -306,14 +306,15 @@ class _Table:
         everywhere = np.ones_like(group, dtype=bool)
         if dispatcher.values.get("moe_token_dispatcher_type") == "flex":
             slingshot = "Slingshot" in self.task.platform.description
-            return (group > 1) & (group <= fast_ranks(self.task) if slingshot else everywhere)
+            reachable = group <= fast_ranks(self.task) if slingshot else everywhere
+            return np.asarray((group > 1) & reachable)
         return everywhere
 
     def _divided(self, optimizer: Choice) -> np.ndarray:
         """Layouts whose replicas the instances of an optimizer divide."""
         instances = instances_of(self.task, optimizer)
         replicas = self.sizes.dp * self.sizes.cp
-        return (replicas % instances == 0) & (self.sizes.edp % instances == 0)
+        return np.asarray((replicas % instances == 0) & (self.sizes.edp % instances == 0))
 
 
 def _improve(

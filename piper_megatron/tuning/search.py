@@ -172,7 +172,7 @@ def _fits(task: Task, margin: float) -> bool:
 
 
 def _fewest(task: Task, margin: float) -> Task:
-    """The task on the fewest of its GPUs on which a candidate fits: whole nodes, or parts of one."""
+    """The task on the fewest of its GPUs with which it fits: whole nodes, or parts of one."""
     node = task.platform.ranks_per_node
     counts = [*divisors(node), *range(2 * node, task.gpus + 1, node)]
     for gpus in counts:

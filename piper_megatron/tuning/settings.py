@@ -51,7 +51,8 @@ def recomputations(task: Task) -> tuple[Choice, ...]:
             Choice(
                 f"full, {count} a chunk",
                 (
-                    *"--recompute-granularity full --recompute-method block".split(),
+                    *("--recompute-granularity", "full"),
+                    *("--recompute-method", "block"),
                     "--recompute-num-layers",
                     str(count),
                 ),

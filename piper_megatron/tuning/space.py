@@ -41,7 +41,7 @@ class Space:
     rejected: Counter[str]
 
     def __len__(self) -> int:
-        return len(self.sizes.tp)
+        return self.sizes.layouts
 
 
 def layouts(task: Task) -> Space:
@@ -72,8 +72,8 @@ def layouts(task: Task) -> Space:
 
 def culprits(task: Task) -> list[str]:
     """Arguments of the user that leave no layout, each by itself: without it there are some."""
-    groups = [(dest,) for dest in AXES.values()] + [(*VIRTUAL, *SPLIT)]
-    groups += [("sequence_parallel", "overlap_moe_expert_parallel_comm")]
+    groups: list[tuple[str, ...]] = [(dest,) for dest in AXES.values()]
+    groups += [(*VIRTUAL, *SPLIT), ("sequence_parallel", "overlap_moe_expert_parallel_comm")]
     found = []
     for group in groups:
         given = task.given & set(group)

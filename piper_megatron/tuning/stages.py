@@ -1,4 +1,4 @@
-"""Decoder layers shared out over pipeline chunks so that the slowest chunk is as quick as can be."""
+"""Decoder layers shared out over pipeline chunks so that the slowest is as quick as can be."""
 
 from collections.abc import Sequence
 

@@ -115,7 +115,7 @@ class Task:
 
     def changed(self, changes: Mapping[str, Any]) -> argparse.Namespace:
         """The user's arguments and these, as the command's parser would return them together."""
-        values = argparse.Namespace(**vars(self.base) | changes)
+        values = argparse.Namespace(**{**vars(self.base), **changes})
         typed = self.given | changes.keys()
         apply_dispatcher(values, lambda flag: flag[2:].replace("-", "_") in typed)
         return values
