@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code: 1 when nothing fits."""
+    from piper_megatron.report.progress import progress_bar
     from piper_megatron.report.tune import draw_front, outcome_json, render_outcome
     from piper_megatron.tuning.limit import default_margin
     from piper_megatron.tuning.search import search
@@ -70,14 +71,17 @@ def run(args: argparse.Namespace) -> int:
         _number("--imbalance", args.imbalance, 1.0, 1e6),
     )
     name = args.model or (Path(args.hf).stem if args.hf else "this command's model")
-    outcome = search(
-        task,
-        objective=args.objective,
-        margin=margin,
-        top=int(_number("--top", args.top, 1, 100)),
-        processes=_PROCESSES,
-        name=name,
-    )
+    top = int(_number("--top", args.top, 1, 100))
+    with progress_bar() as progress:
+        outcome = search(
+            task,
+            objective=args.objective,
+            margin=margin,
+            top=top,
+            processes=_PROCESSES,
+            name=name,
+            progress=progress,
+        )
     if args.plot is not None:
         draw_front(Path(args.plot), outcome, f"{name} on {gpus:,} ranks of {platform.name}")
     if args.json:

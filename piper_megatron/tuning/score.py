@@ -95,10 +95,12 @@ def score(task: Task, space: Space, limit: float, slack: float, run: Run = run_h
     searched = table.legal + table.rejected.total()
     if np.isfinite(slack) and len(table.settings[0]) > 1:
         least, most = table.ends()
-        bounds = run(_Table.bounds, [(table, *least), *([(table, *most)] if most else [])])
+        bounds = run(
+            "bounds", _Table.bounds, [(table, *least), *([(table, *most)] if most else [])]
+        )
         table.keep_quick(bounds, slack)
     shares = [table.settings[0][place::PARTS] for place in range(PARTS)]
-    parts = run(_Table.scored, [(table, share) for share in shares if share])
+    parts = run("candidates", _Table.scored, [(table, share) for share in shares if share])
     every = _merged(parts)
     points = np.array(every.points).reshape(-1, 4)
     return Scores(

@@ -11,7 +11,7 @@ from piper_megatron.resources.estimate import Estimate
 from piper_megatron.strict import StrictModel
 from piper_megatron.tuning.finalist import Finalist, estimated, finalist, plan
 from piper_megatron.tuning.limit import limit_gib
-from piper_megatron.tuning.parts import Run, workers
+from piper_megatron.tuning.parts import Progress, Run, workers
 from piper_megatron.tuning.plan import Plan
 from piper_megatron.tuning.score import Candidate, Scores, fits, score
 from piper_megatron.tuning.space import culprits, divisors, layouts
@@ -72,6 +72,7 @@ def search(
     top: int = 5,
     processes: int = 1,
     name: str = "this command's model",
+    progress: Progress | None = None,
 ) -> Outcome:
     """Searches the space of a task.
 
@@ -82,6 +83,7 @@ def search(
         top: plans to return.
         processes: that work at the same time.
         name: of the model.
+        progress: told the name of a stage of the search and the share of it that is done.
 
     Raises:
         WorkloadError: the user's arguments leave no legal layout; names the one to blame.
@@ -96,7 +98,7 @@ def search(
         raise _no_layout(task)
     limit = limit_gib(task.platform, margin)
     slack = np.inf if objective == "memory" else SLACK
-    with workers(processes) as run:
+    with workers(processes, progress) as run:
         scores = score(task, space, limit, slack, run)
         plans = _plans(task, scores, objective, limit, top, run, name)
     nearest, advice = (None, "") if plans else _nearest(task, scores, margin, name)
@@ -128,7 +130,7 @@ def _plans(
     candidates = [order[place] for place in range(min(len(order), max(FINALISTS, top)))]
     candidates = [each for each in candidates if each.needed_gib <= limit]
     finalists: list[Finalist] = []
-    for found in run(finalist, [(task, candidate) for candidate in candidates]):
+    for found in run("finalists", finalist, [(task, candidate) for candidate in candidates]):
         if isinstance(found, str):
             scores.rejected[NOT_LEGAL + found] += 1
         else:
@@ -138,7 +140,7 @@ def _plans(
     chosen: list[tuple[Finalist, Estimate]] = []
     while finalists and len(chosen) < top:
         some, finalists = finalists[: top - len(chosen)], finalists[top - len(chosen) :]
-        estimates = run(estimated, [(task, each) for each in some])
+        estimates = run("estimates", estimated, [(task, each) for each in some])
         for each, found in zip(some, estimates, strict=True):
             if max(stage.needed_gib for stage in found.memory.stages) <= limit:
                 chosen.append((each, found))
