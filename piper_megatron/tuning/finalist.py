@@ -6,7 +6,6 @@ from typing import Any
 from piper_megatron.check.run import judge
 from piper_megatron.errors import PiperError
 from piper_megatron.layout.job import Job, job_of
-from piper_megatron.layout.pipeline import balanced_layout_string
 from piper_megatron.resources.dispatch import fast_level
 from piper_megatron.resources.estimate import Estimate, estimate
 from piper_megatron.resources.reach import domain_sizes
@@ -14,11 +13,7 @@ from piper_megatron.resources.step import step_time
 from piper_megatron.tuning.plan import Plan, PlanLayout, confidence
 from piper_megatron.tuning.score import Candidate
 from piper_megatron.tuning.stages import balanced_by_time
-from piper_megatron.tuning.task import AXES, SPLIT, VIRTUAL, Choice, Task, values_of
-from piper_megatron.workload.flags import spelling_of
-
-_LAYOUT = "--pipeline-model-parallel-layout"
-_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+from piper_megatron.tuning.task import SPLIT, VIRTUAL, Choice, Task, tokens_of, values_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +35,9 @@ def finalist(task: Task, candidate: Candidate) -> Finalist | str:
     """The quickest legal way to run a candidate, or the id of the rule that refuses it."""
     refusal = ""
     ways: list[Finalist] = []
-    for split in _splits(task, candidate):
-        tokens = (*_size_tokens(task, candidate.sizes), *split, *_choice_tokens(task, candidate))
+    choices = _choice_tokens(task, candidate)
+    for sizes in _splits(task, candidate.sizes, choices):
+        tokens = (*sizes, *choices)
         errors = [f for f in judge(task.command(values_of(tokens))) if f.severity == "error"]
         if errors:
             refusal = refusal or errors[0].id
@@ -103,37 +99,17 @@ def _dispatcher(job: Job) -> str:
     return training.flex_backend if training.dispatcher == "flex" else training.dispatcher
 
 
-def _size_tokens(task: Task, sizes: dict[str, int]) -> tuple[str, ...]:
-    tokens: list[str] = []
-    for axis, dest in AXES.items():
-        of_experts = axis in ("ep", "etp")
-        if dest in task.given or (of_experts and task.model.experts is None):
-            continue
-        tokens += [spelling_of(dest), str(sizes[axis])]
-    if sizes["tp"] > 1 and not task.base.sequence_parallel:
-        tokens.append("--sequence-parallel")
-    return tuple(tokens)
-
-
-def _splits(task: Task, candidate: Candidate) -> list[tuple[str, ...]]:
-    """Ways to share out the layers: as Megatron does it or balanced by layers, and by time."""
-    pp, vpp = candidate.sizes["pp"], candidate.sizes["vpp"]
-    layers, mtp = task.model.layers, task.model.mtp_layers
-    virtual = (_VIRTUAL, str(vpp)) if vpp > 1 and not task.fixed(VIRTUAL) else ()
-    if pp == 1 or task.fixed((*VIRTUAL, *SPLIT)):
-        return [() if "pipeline_model_parallel_layout" in task.given else virtual]
-    if layers % (pp * vpp) == 0:
-        first: tuple[str, ...] = virtual
-    else:
-        first = (_LAYOUT, balanced_layout_string(layers, pp, vpp, mtp))
-    ways = [first]
-    tokens = (*_size_tokens(task, candidate.sizes), *first, *_choice_tokens(task, candidate))
-    try:
-        text = balanced_by_time(_job(task, tokens), task.platform, task.stack, task.imbalance)
-    except PiperError:
+def _splits(task: Task, sizes: dict[str, int], choices: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Arguments for the sizes, with the layers shared out as evenly as can be, and by time."""
+    values = task.size_values(sizes)
+    ways = [tokens_of(values)]
+    if sizes["pp"] == 1 or task.fixed((*VIRTUAL, *SPLIT)):
         return ways
-    if text is not None and (_LAYOUT, text) != first:
-        ways.append((_LAYOUT, text))
+    even = _job(task, (*ways[0], *choices))
+    text = balanced_by_time(even, task.platform, task.stack, task.imbalance)
+    if text is not None and text != values.get(SPLIT[0]):
+        values.pop(VIRTUAL[0], None)
+        ways.append(tokens_of(values | {SPLIT[0]: text}))
     return ways
 
 

@@ -3,8 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -14,8 +13,7 @@ from piper_megatron.resources.estimate import GIB
 from piper_megatron.resources.evaluate import Evaluation, Evaluator
 from piper_megatron.tuning.pareto import front
 from piper_megatron.tuning.parts import Run, run_here
-from piper_megatron.tuning.settings import dispatchers, instances_of, optimizers, recomputations
-from piper_megatron.tuning.space import Space, fast_ranks
+from piper_megatron.tuning.space import Space, taken
 from piper_megatron.tuning.task import Choice, Task
 
 # the settings are searched in so many parts
@@ -23,8 +21,6 @@ PARTS = 2
 STATES = "weights, gradients and optimizer alone do not fit"
 ACTIVATIONS = "activations do not fit beside the states"
 SLOWER = "slower than the best even without recomputation"
-USELESS = "dispatchers that cannot work or change nothing"
-INSTANCES = "optimizer instances do not divide the replicas"
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,6 @@ def score(task: Task, space: Space, limit: float, slack: float, run: Run = run_h
         run: runs parts of the work.
     """
     table = _Table(task, space, limit)
-    searched = table.legal + table.rejected.total()
     if np.isfinite(slack) and len(table.settings[0]) > 1:
         least, most = table.ends()
         bounds = run(
@@ -104,8 +99,8 @@ def score(task: Task, space: Space, limit: float, slack: float, run: Run = run_h
     every = _merged(parts)
     points = np.array(every.points).reshape(-1, 4)
     return Scores(
-        searched=searched,
-        legal=table.legal,
+        searched=space.searched,
+        legal=space.legal,
         rejected=+(table.rejected + Counter({ACTIVATIONS: every.too_large})),
         best=Ranking(table, every.quickest, every.quickest_of),
         leanest=Ranking(table, every.smallest, every.smallest_of),
@@ -162,21 +157,22 @@ class _Table:
     """Layouts beside settings; a setting is numbered by its place in the product of the choices."""
 
     def __init__(self, task: Task, space: Space, limit: float) -> None:
-        self.task, self.limit = task, limit
-        self.settings = (recomputations(task), dispatchers(task), optimizers(task))
+        self.task, self.limit, self.space = task, limit, space
+        self.settings = tuple(space.settings.values())
         self.products = list(itertools.product(*self.settings))
-        self.rejected = Counter(
-            {reason: count * len(self.products) for reason, count in space.rejected.items()}
-        )
-        self.sizes = space.sizes
-        self.legal = self._count_legal()
+        self.rejected = Counter(space.rejected)
         self._keep(self._room_for_states(), STATES)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Those of the layouts that are left."""
+        return self.space.sizes
 
     def candidate(self, row: int, product: int) -> Candidate:
         """One of the table."""
         recompute, dispatcher, optimizer = self.products[product]
         training = self.task.training(recompute, dispatcher, optimizer)
-        evaluator = self._evaluator(_taken(self.sizes, np.array([row])))
+        evaluator = self._evaluator(taken(self.sizes, np.array([row])))
         found = evaluator.together(evaluator.passes(training), evaluator.states(training))
         return Candidate(
             _row(self.sizes, row),
@@ -216,38 +212,28 @@ class _Table:
         with np.errstate(divide="ignore", invalid="ignore"):
             states = [(each, evaluator.states(training(each))) for each in optimizers]
         for recompute, dispatcher in itertools.product(recomputes, dispatchers):
-            useful = self._useful(dispatcher)
-            if not useful.any():
-                continue
-            passes = evaluator.passes(training(recompute, dispatcher))
+            passes = None
             for optimizer, state in states:
-                legal = useful & self._divided(optimizer)
                 product = self.products.index((recompute, dispatcher, optimizer))
+                legal = self._allowed(product)
+                if not legal.any():
+                    continue
                 with np.errstate(divide="ignore", invalid="ignore"):
+                    passes = passes or evaluator.passes(training(recompute, dispatcher))
                     yield product, evaluator.together(passes, state), legal
 
-    def _count_legal(self) -> int:
-        legal = 0
-        for dispatcher, optimizer in itertools.product(*self.settings[1:]):
-            useful, divided = self._useful(dispatcher), self._divided(optimizer)
-            for reason, mask in ((USELESS, ~useful), (INSTANCES, useful & ~divided)):
-                self.rejected[reason] += int(mask.sum()) * len(self.settings[0])
-            legal += int((useful & divided).sum()) * len(self.settings[0])
-        return legal
+    def _allowed(self, product: int) -> np.ndarray:
+        """Layouts that are legal with a setting."""
+        places = np.unravel_index(product, [len(choices) for choices in self.settings])
+        return self.space.allowed(dict(zip(self.space.settings, map(int, places), strict=True)))
 
     def _keep(self, kept: np.ndarray, reason: str) -> None:
         """Drops layouts; where none would stay, all do, so that the nearest miss can be told."""
         if not kept.any():
             return
-        before = self._count(np.ones_like(kept))
-        self.rejected[reason] += before - self._count(kept)
-        self.sizes = _taken(self.sizes, np.flatnonzero(kept))
-
-    def _count(self, rows: np.ndarray) -> int:
-        """Legal candidates with these layouts."""
-        pairs = itertools.product(*self.settings[1:])
-        each = [int((self._useful(d) & self._divided(o) & rows).sum()) for d, o in pairs]
-        return sum(each) * len(self.settings[0])
+        legal, _ = self.space.counts()
+        self.rejected[reason] += int(legal[~kept].sum())
+        self.space = self.space.taken(np.flatnonzero(kept))
 
     def _room_for_states(self) -> np.ndarray:
         """Layouts whose states fit under the leanest optimizer."""
@@ -302,22 +288,6 @@ class _Table:
             imbalance=task.imbalance,
         )
 
-    def _useful(self, dispatcher: Choice) -> np.ndarray:
-        """Layouts in which a dispatcher can work and does something of its own."""
-        group = self.sizes.ep * self.sizes.etp
-        everywhere = np.ones_like(group, dtype=bool)
-        if dispatcher.values.get("moe_token_dispatcher_type") == "flex":
-            slingshot = "Slingshot" in self.task.platform.description
-            reachable = group <= fast_ranks(self.task) if slingshot else everywhere
-            return np.asarray((group > 1) & reachable)
-        return everywhere
-
-    def _divided(self, optimizer: Choice) -> np.ndarray:
-        """Layouts whose replicas the instances of an optimizer divide."""
-        instances = instances_of(self.task, optimizer)
-        replicas = self.sizes.dp * self.sizes.cp
-        return np.asarray((replicas % instances == 0) & (self.sizes.edp % instances == 0))
-
 
 def _improve(
     best: np.ndarray, best_of: np.ndarray, value: np.ndarray, allowed: np.ndarray, product: int
@@ -333,15 +303,6 @@ def _front_points(
     rows = np.flatnonzero(fits)
     chosen = rows[front(np.stack([step_s[rows], needed[rows]], axis=1))]
     return [(float(step_s[r]), float(needed[r]), int(r), product) for r in chosen]
-
-
-def _taken(sizes: Sizes, rows: np.ndarray) -> Sizes:
-    varying: dict[str, Any] = {
-        field.name: getattr(sizes, field.name)[rows]
-        for field in fields(sizes)
-        if isinstance(getattr(sizes, field.name), np.ndarray)
-    }
-    return replace(sizes, **varying)
 
 
 def _row(sizes: Sizes, row: int) -> dict[str, int]:

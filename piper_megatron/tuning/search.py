@@ -95,7 +95,7 @@ def search(
         notes.append(f"{task.gpus:,} GPUs are the fewest on which it fits")
     space = layouts(task)
     if not len(space):
-        raise _no_layout(task)
+        raise _no_layout(task, space.refusal)
     limit = limit_gib(task.platform, margin)
     slack = np.inf if objective == "memory" else SLACK
     with workers(processes, progress) as run:
@@ -183,20 +183,19 @@ def _fewest(task: Task, margin: float) -> Task:
     return task
 
 
-def _no_layout(task: Task) -> WorkloadError:
+def _no_layout(task: Task, refusal: str) -> WorkloadError:
     blamed = culprits(task)
-    if blamed:
-        flags = ", ".join(
-            f"{spelling_of(dest)} {getattr(task.arguments.values, dest)}" for dest in blamed
-        )
-        each = "one of " if len(blamed) > 1 else ""
+    if not blamed:
         return WorkloadError(
-            f"no layout on {task.gpus:,} GPUs is legal with {flags}; leave {each}it to the search, "
-            "or change it"
+            f"no layout on {task.gpus:,} GPUs is legal for this model, its batch and its fixed "
+            f"arguments: {refusal}"
         )
+    flags = " or ".join(
+        f"{spelling_of(dest)} {getattr(task.arguments.values, dest)}" for dest in blamed
+    )
     return WorkloadError(
-        f"no layout on {task.gpus:,} GPUs is legal for this model and --global-batch-size "
-        f"{task.base.global_batch_size}; change the number of GPUs or the batch"
+        f"no layout on {task.gpus:,} GPUs is legal with {flags}, which can be left to the search: "
+        f"{refusal}"
     )
 
 

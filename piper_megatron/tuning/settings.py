@@ -26,11 +26,22 @@ DISPATCHER = (
 )
 SHARDING = ("use_distributed_optimizer", "num_distributed_optimizer_instances")
 OFFLOADING = ("optimizer_cpu_offload", "optimizer_offload_fraction")
+# arguments of which one fixes the others
+GROUPS = (RECOMPUTATION, DISPATCHER, SHARDING, OFFLOADING)
 _AS_GIVEN = (Choice("as given"),)
 # layers of a chunk that full recomputation takes
 _BLOCKS = (1, 2, 4, 8)
 _INSTANCES = (2, 4, 8)
 _OFFLOADED = (0.5, 1.0)
+
+
+def settings_of(task: Task) -> dict[str, tuple[Choice, ...]]:
+    """All of them: setting -> its choices."""
+    return {
+        "recompute": recomputations(task),
+        "dispatcher": dispatchers(task),
+        "optimizer": optimizers(task),
+    }
 
 
 def recomputations(task: Task) -> tuple[Choice, ...]:
@@ -102,12 +113,6 @@ def optimizers(task: Task) -> tuple[Choice, ...]:
     if not task.fixed(OFFLOADING) and values.optimizer == "adam":
         choices += [_offloaded(task, sharded, share) for share in _OFFLOADED]
     return tuple(choices)
-
-
-def instances_of(task: Task, optimizer: Choice) -> int:
-    """Instances of the distributed optimizer under a choice."""
-    name = "num_distributed_optimizer_instances"
-    return optimizer.values.get(name, getattr(task.base, name))
 
 
 def _sharded(task: Task) -> Choice:

@@ -1,105 +1,144 @@
 """The layouts that Megatron would take, and why it would not take the others.
 
-Sizes are built up axis by axis; a combination is dropped as soon as a rule says no. What the rules
-here let through is judged once more by `check`, for the layouts that are proposed.
+Sizes are built up axis by axis. After every step those rules of `check` are asked that look at no
+more than these axes (`legality.py`), and the bounds of the search itself; what they refuse is not
+built upon.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import isqrt
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import isqrt, prod
+from typing import Any
 
 import numpy as np
 
-from piper_megatron.errors import LayoutError
-from piper_megatron.layout.pipeline import balanced_layout_string, pipeline_faults, pipeline_layout
 from piper_megatron.layout.sizes import Sizes
 from piper_megatron.resources.dispatch import fast_level
 from piper_megatron.resources.reach import domain_sizes
-from piper_megatron.tuning.task import AXES, SPLIT, VIRTUAL, Task
-from piper_megatron.workload.layout_text import stages_of_text
+from piper_megatron.tuning.legality import Columns, Judge, Verdict, distinct
+from piper_megatron.tuning.settings import GROUPS, settings_of
+from piper_megatron.tuning.task import AXES, SPLIT, VIRTUAL, Choice, Task
 
 # a context rank's piece of the sequence; shorter ones leave kernels idle
 LEAST_TOKENS = 1024
 LARGEST_MICRO_BATCH = 16
 MOST_VIRTUAL_STAGES = 24
+# axes in the order in which they are built up
+_STEPS = (("pp", "vpp"), ("tp", "cp"), ("micro_batch",), ("ep",), ("etp",))
 
-Columns = dict[str, np.ndarray]
-Rule = tuple[str, Callable[[Columns], np.ndarray]]
+FAST_TP = "bound: TP within the fastest network"
+FAST_ETP = "bound: ETP within the fastest network"
+TOKENS = f"bound: at least {LEAST_TOKENS:,} tokens of a sequence on a context rank"
+SHARED_OUT = "bound: a pipeline layout that shares out the layers"
+AS_ASKED = "bound: VPP as the arguments say"
+SMALLER = "bound: virtual stages that hold less than fewer would"
+Bound = tuple[str, Callable[[Columns], np.ndarray]]
+USEFUL = "bound: a dispatcher that works on this network and has something to do"
 
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts.
+    """Layouts and settings.
 
     Attributes:
-        sizes: arrays [layouts] of every legal one.
-        rejected: reason -> number of combinations of sizes that it ruled out.
+        sizes: arrays [layouts] of every one that is legal with some settings.
+        settings: setting -> its choices.
+        verdicts: what refuses layouts with some of the choices.
+        searched: combinations of all axes and settings.
+        legal: those that Megatron would take.
+        rejected: reason -> number of these that it refused.
+        refusal: where no layout is left, why not.
     """
 
     sizes: Sizes
+    settings: dict[str, tuple[Choice, ...]]
+    verdicts: tuple[Verdict, ...]
+    searched: int
+    legal: int
     rejected: Counter[str]
+    refusal: str
 
     def __len__(self) -> int:
         return self.sizes.layouts
 
+    def allowed(self, choices: Mapping[str, int]) -> np.ndarray:
+        """Whether each layout is legal with choices, setting -> place."""
+        allowed = np.ones(len(self), dtype=bool)
+        for verdict in self.verdicts:
+            allowed &= ~verdict.of(choices)
+        return allowed
+
+    def counts(self) -> tuple[np.ndarray, Counter[str]]:
+        """Legal candidates of each layout, and how many each reason refused."""
+        looked_at = dict.fromkeys(name for verdict in self.verdicts for name in verdict.settings)
+        alike = prod(len(some) for name, some in self.settings.items() if name not in looked_at)
+        legal = np.zeros(len(self), dtype=np.int64)
+        rejected: Counter[str] = Counter()
+        for places in product(*(range(len(self.settings[name])) for name in looked_at)):
+            allowed = np.ones(len(self), dtype=bool)
+            for verdict in self.verdicts:
+                refused = verdict.of(dict(zip(looked_at, places, strict=True)))
+                rejected[verdict.reason] += int((allowed & refused).sum()) * alike
+                allowed &= ~refused
+            legal += allowed
+        return legal * alike, rejected
+
+    def taken(self, rows: np.ndarray) -> "Space":
+        """Some of the layouts."""
+        verdicts = tuple(verdict.taken(rows) for verdict in self.verdicts)
+        return replace(self, sizes=taken(self.sizes, rows), verdicts=verdicts)
+
+
+def taken(sizes: Sizes, rows: np.ndarray) -> Sizes:
+    """Some of many layouts."""
+    varying: dict[str, Any] = {
+        field.name: getattr(sizes, field.name)[rows]
+        for field in fields(sizes)
+        if isinstance(getattr(sizes, field.name), np.ndarray)
+    }
+    return replace(sizes, **varying)
+
 
 def layouts(task: Task) -> Space:
     """Every legal layout of a task."""
-    axes = _axes(task)
+    axes, settings = _axes(task), settings_of(task)
+    judge, bounds = Judge(task, settings), _bounds(task)
     builder = _Builder()
-    for names, rules in (
-        (("tp", "cp", "pp"), _dense_rules(task)),
-        (("ep", "etp"), _expert_rules(task)),
-        (("vpp", "micro_batch"), _schedule_rules(task)),
-    ):
-        for name in names:
+    searched = prod(map(len, (*axes.values(), *settings.values())))
+    later = searched
+    for step in _STEPS:
+        for name in step:
             builder.cross(name, axes[name])
-        later = np.prod(
-            [len(axes[name]) for name in axes if name not in builder.columns], dtype=int
-        )
-        for reason, legal in rules:
-            builder.keep(reason, legal, int(later))
+            later //= len(axes[name])
+        for reason, fits in bounds.get(step[-1], ()):
+            builder.keep(fits(builder.columns), reason, reason, later)
+        for verdict in judge.verdicts(lambda: builder.columns, settings=False):
+            builder.keep(~verdict.of({}), verdict.reason, verdict.explanation, later)
     columns = dict(builder.columns)
+    verdicts = [*_useful(task, settings, columns), *judge.verdicts(lambda: columns, settings=True)]
     if task.model.experts is None:
         columns["etp"] = columns["tp"]
     values = task.base
     sizes = Sizes(
         world=task.gpus, global_batch=values.global_batch_size, seq=values.seq_length, **columns
     )
-    return Space(sizes, builder.rejected)
+    space = Space(sizes, settings, tuple(verdicts), searched, 0, builder.rejected, builder.refusal)
+    return _counted(space)
 
 
 def culprits(task: Task) -> list[str]:
     """Arguments of the user that leave no layout, each by itself: without it there are some."""
     groups: list[tuple[str, ...]] = [(dest,) for dest in AXES.values()]
-    groups += [(*VIRTUAL, *SPLIT), ("sequence_parallel", "overlap_moe_expert_parallel_comm")]
+    groups += [(*VIRTUAL, *SPLIT), *GROUPS]
+    groups += [("sequence_parallel", "overlap_moe_expert_parallel_comm")]
     found = []
     for group in groups:
         given = task.given & set(group)
         if given and len(layouts(task.without(given))):
             found += sorted(given)
     return found
-
-
-class _Builder:
-    """Combinations of sizes, axis by axis."""
-
-    def __init__(self) -> None:
-        self.columns: Columns = {}
-        self.rejected: Counter[str] = Counter()
-
-    def cross(self, name: str, values: Sequence[int]) -> None:
-        count = len(next(iter(self.columns.values()), [0]))
-        self.columns = {key: np.repeat(c, len(values)) for key, c in self.columns.items()}
-        self.columns[name] = np.tile(np.array(values, dtype=np.int64), count)
-
-    def keep(self, reason: str, legal: Callable[[Columns], np.ndarray], later: int) -> None:
-        mask = np.broadcast_to(legal(self.columns), len(self.columns["tp"]))
-        dropped = int((~mask).sum())
-        if dropped:
-            self.rejected[reason] += dropped * later
-            self.columns = {name: column[mask] for name, column in self.columns.items()}
 
 
 def divisors(number: int) -> list[int]:
@@ -114,193 +153,113 @@ def fast_ranks(task: Task) -> int:
     return task.gpus if ranks is None else min(ranks, task.gpus)
 
 
+class _Builder:
+    """Combinations of sizes, axis by axis."""
+
+    def __init__(self) -> None:
+        self.columns: Columns = {}
+        self.rejected: Counter[str] = Counter()
+        self.refusal = ""
+
+    def cross(self, name: str, values: Sequence[int]) -> None:
+        count = len(next(iter(self.columns.values()), [0]))
+        self.columns = {key: np.repeat(c, len(values)) for key, c in self.columns.items()}
+        self.columns[name] = np.tile(np.array(values, dtype=np.int64), count)
+
+    def keep(self, kept: np.ndarray, reason: str, explanation: str, later: int) -> None:
+        dropped = int((~kept).sum())
+        if dropped == 0:
+            return
+        if dropped == len(kept):
+            self.refusal = explanation
+        self.rejected[reason] += dropped * later
+        self.columns = {name: column[kept] for name, column in self.columns.items()}
+
+
 def _axes(task: Task) -> dict[str, Sequence[int]]:
     of_gpus = divisors(task.gpus)
-    batch = task.base.global_batch_size
-    experts = task.model.experts
+    experts, layers = task.model.experts, task.model.layers
+    asked = task.fixed((*VIRTUAL, SPLIT[0]))
     free: dict[str, Sequence[int]] = {
         "tp": of_gpus,
         "cp": of_gpus,
-        "pp": [pp for pp in of_gpus if pp <= task.model.layers + 2],
+        "pp": [pp for pp in of_gpus if pp <= layers + 2],
         "ep": [ep for ep in of_gpus if experts.count % ep == 0] if experts else [1],
         "etp": of_gpus if experts else [1],
-        "vpp": range(1, MOST_VIRTUAL_STAGES + 1),
-        "micro_batch": [size for size in divisors(batch) if size <= LARGEST_MICRO_BATCH],
+        "vpp": range(1, (layers + 2 if asked else MOST_VIRTUAL_STAGES) + 1),
+        "micro_batch": [
+            size for size in divisors(task.base.global_batch_size) if size <= LARGEST_MICRO_BATCH
+        ],
     }
     for axis, dest in AXES.items():
-        if dest in task.given:
+        if dest in task.given and not (experts is None and axis == "etp"):
             free[axis] = [getattr(task.base, dest)]
-    if experts is None:
-        free["etp"] = [1]
     return free
 
 
-def _dense_rules(task: Task) -> list[Rule]:
-    model, gpus, seq, fast = task.model, task.gpus, task.base.seq_length, fast_ranks(task)
-    attention = model.attention
-    widths = [] if all(model.moe_layers) else [model.ffn]
-    if model.experts and model.experts.shared_ffn:
-        widths.append(model.experts.shared_ffn)
-    fixed_tp, fixed_cp = (AXES[axis] in task.given for axis in ("tp", "cp"))
-    groups = attention.heads if attention.latent else attention.groups
-    return [
-        (
-            "TP x CP x PP does not divide the GPUs",
-            lambda c: gpus % (c["tp"] * c["cp"] * c["pp"]) == 0,
-        ),
-        ("TP beyond the fast network", lambda c: fixed_tp | (c["tp"] <= fast)),
-        (
-            "TP does not divide heads or widths",
-            lambda c: (
-                (attention.heads % c["tp"] == 0)
-                & ((groups % c["tp"] == 0) | (c["tp"] % groups == 0))
-                & np.all([width % c["tp"] == 0 for width in [0, *widths]], axis=0)
-            ),
-        ),
-        (
-            "CP does not divide the sequence",
-            lambda c: (c["cp"] == 1) | (seq % (2 * c["cp"]) == 0),
-        ),
-        (
-            f"CP leaves less than {LEAST_TOKENS:,} tokens to a rank",
-            lambda c: fixed_cp | (c["cp"] == 1) | (seq // c["cp"] >= LEAST_TOKENS),
-        ),
-        (
-            "TP does not divide the tokens (sequence parallelism)",
-            lambda c: (c["tp"] == 1) | (seq // c["cp"] % c["tp"] == 0),
-        ),
-    ]
+def _bounds(task: Task) -> dict[str, list[Bound]]:
+    """What the search does not look into although Megatron would: axis -> bounds up to it."""
+    seq, fast = task.base.seq_length, fast_ranks(task)
+    fixed = {axis: AXES[axis] in task.given for axis in AXES}
+
+    def shared_out(pp: int, vpp: int) -> bool:
+        return task.split_values(pp, vpp) is not None
+
+    def as_asked(pp: int, vpp: int) -> bool:
+        command = task.command(task.size_values({"pp": pp, "vpp": vpp}))
+        return (command.vpp or 1) == vpp
+
+    def smaller(pp: int, vpp: int) -> bool:
+        if vpp == 1 or task.fixed((*VIRTUAL, *SPLIT)):
+            return True
+        slots = task.model.layers + task.model.mtp_layers + 1
+        return -(-slots // (pp * vpp)) < -(-slots // (pp * (vpp - 1)))
+
+    return {
+        "vpp": [
+            (SHARED_OUT, lambda c: _of_pairs(c, shared_out)),
+            (AS_ASKED, lambda c: _of_pairs(c, as_asked)),
+            (SMALLER, lambda c: _of_pairs(c, smaller)),
+        ],
+        "cp": [
+            (FAST_TP, lambda c: fixed["tp"] | (c["tp"] <= fast)),
+            (TOKENS, lambda c: fixed["cp"] | (c["cp"] == 1) | (seq // c["cp"] >= LEAST_TOKENS)),
+        ],
+        "etp": [(FAST_ETP, lambda c: fixed["etp"] | (c["etp"] <= fast))],
+    }
 
 
-def _expert_rules(task: Task) -> list[Rule]:
-    experts = task.model.experts
-    if experts is None:
-        return []
-    gpus, fast = task.gpus, fast_ranks(task)
-    biased = task.model.linear_bias
-    fixed_etp = AXES["etp"] in task.given
-    instances = task.base.num_distributed_optimizer_instances
-    return [
-        (
-            "ETP x EP x PP does not divide the GPUs",
-            lambda c: gpus % (c["etp"] * c["ep"] * c["pp"]) == 0,
-        ),
-        ("EP does not divide the experts", lambda c: experts.count % c["ep"] == 0),
-        ("ETP beyond the fast network", lambda c: fixed_etp | (c["etp"] <= fast)),
-        (
-            "ETP does not divide the experts' width",
-            lambda c: (experts.ffn % c["etp"] == 0) & ((c["etp"] == 1) | (not biased)),
-        ),
-        (
-            "optimizer instances do not divide the replicas",
-            lambda c: (
-                (gpus // (c["tp"] * c["pp"]) % instances == 0)
-                & (gpus // (c["etp"] * c["ep"] * c["pp"]) % instances == 0)
-            ),
-        ),
-    ]
-
-
-def _schedule_rules(task: Task) -> list[Rule]:
-    gpus, batch, values = task.gpus, task.base.global_batch_size, task.base
-    group = values.microbatch_group_size_per_vp_stage
-    least_pp = 2 if values.overlap_p2p_comm else 3
-
-    def replicas(c: Columns) -> np.ndarray:
-        return gpus // (c["tp"] * c["cp"] * c["pp"])
-
-    def micro_batches(c: Columns) -> np.ndarray:
-        return batch // (c["micro_batch"] * replicas(c))
-
-    def scheduled(c: Columns) -> np.ndarray:
-        groups = c["pp"] if group is None else np.full_like(c["pp"], group)
-        count = micro_batches(c)
-        rest = count % groups
-        full = (groups >= c["pp"]) & (groups <= count) & ((rest == 0) | (rest >= c["pp"]))
-        return (c["vpp"] == 1) | ((c["pp"] >= least_pp) & full)
-
-    rules: list[Rule] = [
-        ("layers cannot be shared out", lambda c: _pairs(c, lambda *pair: _splits(task, *pair))),
-        (
-            "virtual stages that hold no less than fewer would",
-            lambda c: _pairs(c, lambda *pair: _smaller_chunks(task, *pair)),
-        ),
-        (
-            "micro-batches do not divide the batch",
-            lambda c: batch % (c["micro_batch"] * replicas(c)) == 0,
-        ),
-        ("micro-batches do not fill the interleaved schedule", scheduled),
-    ]
-    if values.overlap_moe_expert_parallel_comm:
-        rules.append(
-            (
-                "all-to-all overlap needs EP, and virtual stages with PP",
-                lambda c: (c["ep"] > 1) & ((c["pp"] == 1) | (c["vpp"] > 1)),
-            )
-        )
-    return rules
-
-
-def _pairs(c: Columns, legal: Callable[[int, int], bool]) -> np.ndarray:
-    """A rule on PP and VPP, asked once for each pair."""
-    keys = c["pp"] * (MOST_VIRTUAL_STAGES + 1) + c["vpp"]
-    some, which = np.unique(keys, return_inverse=True)
-    said = [legal(*divmod(int(key), MOST_VIRTUAL_STAGES + 1)) for key in some]
+def _of_pairs(c: Columns, holds: Callable[[int, int], bool]) -> np.ndarray:
+    """A bound on PP and VPP, asked once for each pair."""
+    rows, which = distinct(c, ("pp", "vpp"))
+    said = [holds(int(c["pp"][row]), int(c["vpp"][row])) for row in rows]
     return np.array(said, dtype=bool)[which]
 
 
-def _splits(task: Task, pp: int, vpp: int) -> bool:
-    """Whether the layers can be shared out as the user wants it, or at all."""
-    values, layers, mtp = task.base, task.model.layers, task.model.mtp_layers
-    if pp == 1 and vpp > 1:
-        return False
-    text = values.pipeline_model_parallel_layout
-    try:
-        if text is not None:
-            stages = stages_of_text(text)
-            return len(stages) == pp * vpp and not pipeline_faults(
-                pipeline_layout(layers, pp, vpp, mtp_layers=mtp, text=text), layers
-            )
-        if task.fixed(SPLIT):
-            pipeline_layout(
-                layers,
-                pp,
-                vpp,
-                first=values.decoder_first_pipeline_num_layers,
-                last=values.decoder_last_pipeline_num_layers,
-                account_for_embedding=values.account_for_embedding_in_pipeline_split,
-                account_for_loss=values.account_for_loss_in_pipeline_split,
-                mtp_layers=mtp,
-            )
-            return _as_asked(task, pp, vpp)
-        if layers % (pp * vpp):
-            if task.fixed(VIRTUAL):  # a layout excludes them
-                return False
-            balanced_layout_string(layers, pp, vpp, mtp)
-    except LayoutError:
-        return False
-    return _as_asked(task, pp, vpp)
+def _useful(task: Task, settings: Mapping[str, Sequence[Choice]], c: Columns) -> Iterator[Verdict]:
+    """Fused dispatchers need peers, and on Slingshot they end with the node."""
+    fast = fast_ranks(task) if "Slingshot" in task.platform.description else task.gpus
+    rows, which = distinct(c, ("ep", "etp"))
+    group = (c["ep"] * c["etp"])[rows]
+    refused = [
+        np.where(_is_fused(choice), (group == 1) | (group > fast), False)
+        for choice in settings["dispatcher"]
+    ]
+    verdict = Verdict(USEFUL, ("dispatcher",), which, np.stack(refused, axis=1))
+    if verdict.refused.any():
+        yield verdict
 
 
-def _as_asked(task: Task, pp: int, vpp: int) -> bool:
-    """Whether VPP is what the user's arguments make of it."""
-    values = task.base
-    if values.num_virtual_stages_per_pipeline_rank is not None:
-        return vpp == values.num_virtual_stages_per_pipeline_rank
-    each = values.num_layers_per_virtual_pipeline_stage
-    if each is None:
-        return True
-    slots = (
-        task.model.layers
-        + values.account_for_embedding_in_pipeline_split
-        + values.account_for_loss_in_pipeline_split
-    )
-    return slots % pp == 0 and slots // pp == each * vpp
+def _is_fused(choice: Choice) -> bool:
+    return choice.values.get("moe_token_dispatcher_type") == "flex"
 
 
-def _smaller_chunks(task: Task, pp: int, vpp: int) -> bool:
-    """Virtual stages cost communication; without smaller chunks they bring nothing."""
-    if vpp == 1 or task.fixed((*VIRTUAL, *SPLIT)):
-        return True
-    slots = task.model.layers + task.model.mtp_layers + 1
-    return -(-slots // (pp * vpp)) < -(-slots // (pp * (vpp - 1)))
+def _counted(space: Space) -> Space:
+    """Counts legal candidates and refusals, and drops layouts that no settings make legal."""
+    legal, refused = space.counts()
+    refusal = space.refusal
+    if len(space) and not legal.any():
+        refusal = next(v.explanation or v.reason for v in reversed(space.verdicts))
+    kept = space.taken(np.flatnonzero(legal))
+    rejected = space.rejected + refused
+    return replace(kept, legal=int(legal.sum()), rejected=rejected, refusal=refusal)

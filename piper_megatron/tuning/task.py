@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from piper_megatron.check.command import Command
-from piper_megatron.errors import WorkloadError
+from piper_megatron.errors import LayoutError, WorkloadError
+from piper_megatron.layout.pipeline import balanced_layout_string
 from piper_megatron.platform.platform import Platform
 from piper_megatron.workload import flags
 from piper_megatron.workload.arguments import Arguments
 from piper_megatron.workload.command import PIPER_OPTIONS
 from piper_megatron.workload.dispatcher_flags import apply_dispatcher
+from piper_megatron.workload.flags import spelling_of
 from piper_megatron.workload.reading import effective, model_spec, training_spec
 from piper_megatron.workload.spec import ModelSpec, TrainingSpec
 
@@ -53,6 +55,14 @@ class Choice:
     def values(self) -> dict[str, Any]:
         """Destination -> value."""
         return values_of(self.tokens)
+
+
+def tokens_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Values as they are typed; the inverse of `values_of` for sizes, texts and switches."""
+    tokens: list[str] = []
+    for dest, value in values.items():
+        tokens += [spelling_of(dest)] if value is True else [spelling_of(dest), str(value)]
+    return tuple(tokens)
 
 
 def values_of(tokens: Sequence[str]) -> dict[str, Any]:
@@ -119,6 +129,44 @@ class Task:
         typed = self.given | changes.keys()
         apply_dispatcher(values, lambda flag: flag[2:].replace("-", "_") in typed)
         return values
+
+    def size_values(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """What a layout sets of that which the user has left open: destination -> value.
+
+        Args:
+            sizes: axis -> size, of all axes or of some; PP and VPP belong together.
+        """
+        dense = self.model.experts is None
+        values: dict[str, Any] = {
+            AXES[axis]: size
+            for axis, size in sizes.items()
+            if axis in AXES and AXES[axis] not in self.given
+            if not (dense and axis in ("ep", "etp"))
+        }
+        if sizes.get("tp", 1) > 1 and not self.base.sequence_parallel:
+            values["sequence_parallel"] = True
+        if {"pp", "vpp"} <= sizes.keys():
+            values |= self.split_values(sizes["pp"], sizes["vpp"]) or {}
+        return values
+
+    def split_values(self, pp: int, vpp: int) -> dict[str, Any] | None:
+        """What shares out the layers, as evenly as can be; None where nothing does.
+
+        The user's own split stays. Elsewhere Megatron's is taken where it comes out, and a layout
+        text where it does not.
+        """
+        virtual = {VIRTUAL[0]: vpp} if vpp > 1 and not self.fixed(VIRTUAL) else {}
+        if SPLIT[0] in self.given:
+            return {}
+        if self.fixed(SPLIT) or self.model.layers % (pp * vpp) == 0:
+            return virtual
+        if self.fixed(VIRTUAL):  # a layout text excludes them
+            return None
+        try:
+            text = balanced_layout_string(self.model.layers, pp, vpp, self.model.mtp_layers)
+        except LayoutError:
+            return None
+        return {SPLIT[0]: text}
 
     def command(self, changes: Mapping[str, Any]) -> Command:
         """What rules look at."""

@@ -54,6 +54,13 @@ _POSITIVE = (
     "make_vocab_size_divisible_by",
 )
 _NOT_NEGATIVE = ("num_experts", "mtp_num_layers", "moe_shared_expert_intermediate_size")
+_GRAPH_FLAGS = (
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "cuda_graph_scope_deprecated",
+)
 # destination -> what a command with it trains; none of these is a GPT as the model knows it
 _OTHER_MODELS = {
     "hybrid_layer_pattern": "a hybrid model of Mamba and attention layers",
@@ -108,7 +115,9 @@ def cuda_graphs(values: argparse.Namespace) -> tuple[str, frozenset[str]]:
     Args:
         values: as for `effective`.
     """
-    v = _in_words(values)
+    newest = flags.defaults()
+    given = {dest: _word(getattr(values, dest, newest[dest])) for dest in _GRAPH_FLAGS}
+    v = argparse.Namespace(**given, cuda_graph_scope=getattr(values, "cuda_graph_scope", []))
     _cuda_graphs(v)
     return v.cuda_graph_impl, frozenset(v.cuda_graph_modules)
 
