@@ -51,4 +51,4 @@ def test_the_text_has_the_order_of_the_library(tmp_path):
     assert [head for head in heads if head in library] == library
     assert "- name: pair\n    ranks: 2\n    gbps: 200\n    evidence: published\n    source:" in text
     assert "fan_out: {8: 1, 16: 0.55}" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 120
