@@ -1,5 +1,6 @@
 """The pipeline layout: what every virtual stage of every pipeline rank holds."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -298,6 +299,7 @@ def pipeline_faults(pipeline: PipelineLayout, layers: int) -> list[str]:
     return faults
 
 
+@functools.cache
 def balanced_layout_string(layers: int, pp: int, vpp: int = 1, mtp_layers: int = 0) -> str:
     """A text for `--pipeline-model-parallel-layout` whose stages differ by one layer at most.
 

@@ -39,6 +39,9 @@ from piper_megatron.workload.spec import ModelSpec, TrainingSpec
 
 # sizes on which a layer depends, and not only a pipeline or a step
 _LAYER_SIZES = ("tp", "cp", "ep", "etp", "micro_batch")
+# sizes on which weights and optimizer states depend, and what stages hold
+_STATE_SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
+_PIPELINE_SIZES = ("pp", "vpp")
 # sizes that all layouts of a call share
 _SHARED = ("global_batch", "seq")
 
@@ -126,23 +129,29 @@ class Evaluator:
         self.accelerator = platform.need_accelerator()
         self.machine = Machine(platform=platform, stack=self.accelerator.stack(stack), order=order)
         self.sizes = _arrays(sizes)
-        self._few, self._which = _distinct(self.sizes, _LAYER_SIZES)
-        self._stages = leading_stages(model, self.sizes)
-        self._held = [stage_layers(model, self.sizes, stage) for stage in self._stages]
+        self._few, _, self._which = _distinct(self.sizes, _LAYER_SIZES)
+        pipelines, _, which = _distinct(self.sizes, _PIPELINE_SIZES)
+        stages = leading_stages(model, pipelines)
+        held = [stage_layers(model, pipelines, stage) for stage in stages]
+        self._stages, self._held = _each(stages, which), _each(held, which)
+        # sharded gradients travel for every micro-batch
+        names = (*_STATE_SIZES, "micro_batch") if training.fsdp else _STATE_SIZES
+        self._holders, first, self._holder = _distinct(self.sizes, names)
+        self._holders_held = _each(held, which[first])
         self._tensors = [
             stage_tensors(
                 model,
                 training,
-                self.sizes,
-                dense_layers=held.with_experts(False),
-                moe_layers=held.with_experts(True),
-                embedding=held.embedding,
-                mtp=held.last * (model.mtp_layers > 0),
-                loss=held.last,
+                self._holders,
+                dense_layers=each.with_experts(False),
+                moe_layers=each.with_experts(True),
+                embedding=each.embedding,
+                mtp=each.last * (model.mtp_layers > 0),
+                loss=each.last,
             )
-            for held in self._held
+            for each in self._holders_held
         ]
-        self._parameters = [count(tensors, self.sizes) for tensors in self._tensors]
+        self._parameters = [count(tensors, self._holders) for tensors in self._tensors]
 
     def passes(self, training: TrainingSpec) -> Passes:
         """Times and activations under these settings of layers and schedule."""
@@ -166,20 +175,21 @@ class Evaluator:
     def states(self, training: TrainingSpec) -> States:
         """Bytes, exchanges and update under these settings of the optimizer."""
         transposed = self.accelerator.transposes_8_bit
+        sizes = self._holders
         settled = tuple(
-            settled_bytes(
-                self.model, training, self.sizes, held, tensors, transposed_weights=transposed
-            )
-            for held, tensors in zip(self._held, self._tensors, strict=True)
+            settled_bytes(self.model, training, sizes, held, tensors, transposed_weights=transposed)
+            for held, tensors in zip(self._holders_held, self._tensors, strict=True)
         )
         update_s: Number = 0.0
         for parameters in self._parameters:
-            spent = update_seconds(training, self.sizes, self.machine, parameters)
-            update_s = np.maximum(update_s, spent)
+            update_s = np.maximum(
+                update_s, update_seconds(training, sizes, self.machine, parameters)
+            )
         exchanges = replica_exchanges(
-            self.model, training, self.sizes, self.machine, self._parameters[0]
+            self.model, training, sizes, self.machine, self._parameters[0]
         )
-        return States(training, settled, exchanges, update_s)
+        found = States(training, settled, exchanges, update_s)
+        return _each(found, self._holder)
 
     def together(self, passes: Passes, states: States) -> Evaluation:
         """A step with these passes and these states."""
@@ -241,8 +251,12 @@ def _arrays(sizes: Sizes) -> Sizes:
     return replace(sizes, **varying)
 
 
-def _distinct(sizes: Sizes, names: tuple[str, ...]) -> tuple[Sizes, np.ndarray]:
-    """Layouts that differ in the named sizes, and for every layout the number of its like."""
+def _distinct(sizes: Sizes, names: tuple[str, ...]) -> tuple[Sizes, np.ndarray, np.ndarray]:
+    """Layouts that differ in the named sizes.
+
+    Returns:
+        These, their places among all, and for every layout the number of its like.
+    """
     columns = [getattr(sizes, name) for name in names]
     keys = np.ravel_multi_index(columns, [int(column.max()) + 1 for column in columns])
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
@@ -251,11 +265,13 @@ def _distinct(sizes: Sizes, names: tuple[str, ...]) -> tuple[Sizes, np.ndarray]:
         for field in fields(sizes)
         if field.name not in _SHARED
     }
-    return replace(sizes, **varying), which
+    return replace(sizes, **varying), first, which
 
 
 def _each(value: Any, which: np.ndarray) -> Any:
     """A result for distinct layouts, for all that are like them."""
+    if isinstance(value, list | tuple):
+        return type(value)(_each(part, which) for part in value)
     if isinstance(value, dict):
         return {key: _each(part, which) for key, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):

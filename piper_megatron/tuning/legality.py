@@ -192,10 +192,15 @@ class _Watched(argparse.Namespace):
         axes_of: Mapping[str, tuple[str, ...]],
         known: Set[str],
     ) -> None:
-        self._base, self._changes, self._axes_of, self._known = base, changes, axes_of, known
+        self._base, self._changes, self._axes_of, self._known = vars(base), changes, axes_of, known
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._changes:
+            return self._changes[name]
         unknown = [axis for axis in self._axes_of.get(name, ()) if axis not in self._known]
         if unknown:
             raise _UnknownError(unknown)
-        return self._changes[name] if name in self._changes else getattr(self._base, name)
+        try:
+            return self._base[name]
+        except KeyError:
+            raise AttributeError(name) from None
