@@ -87,7 +87,7 @@ TRAIN_ARGS=(
 show_progress() {
     awk -F '|' '
         /^Piper grid/, /^(INFO|WARNING|>)/ { if (!/^(INFO|WARNING|>)/) print; fflush() }
-        / lm loss: / { sub(/.*\] +/, "", $1); print $1 "|" $6 "|" $3; fflush() }'
+        / lm loss: / { sub(/.*\] +iteration/, "iteration"); print $1 "|" $6 "|" $3; fflush() }'
 }
 
 mkdir -p "$OUT"

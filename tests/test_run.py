@@ -34,6 +34,16 @@ def test_a_usage_error_of_many_workers_is_one_line():
     assert_one_line(done, "world size 2", "legal PPxEP grids: 1x2")
 
 
+def test_lines_of_several_ranks_stay_whole(tmp_path):
+    script = tmp_path / "chatter.py"
+    script.write_text(
+        "import os\nfor n in range(40000):\n    print(f'[{os.environ[\"RANK\"]} {n}]')\n"
+    )
+    lines = piper_megatron("run", "--cpu", "--nproc", "2", str(script)).stdout.splitlines()
+    said = [line for line in lines if line.startswith("[")]
+    assert sorted(said) == sorted(f"[{rank} {n}]" for rank in (0, 1) for n in range(40000))
+
+
 def test_the_debug_switch_shows_the_traceback():
     done = piper_megatron(
         "run",

@@ -4,6 +4,7 @@ As a module (`python -m piper_megatron.runtime.launch SCRIPT ARGS...`) it is wha
 """
 
 import argparse
+import io
 import logging
 import os
 import runpy
@@ -44,6 +45,7 @@ def run_script(script: str, argv: list[str]) -> None:
         raise LaunchError(f"no training script {script}; give the path of a Python file")
     require_known_megatron()
     _require_device(argv)
+    _write_whole_lines()
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
     register()
@@ -121,6 +123,12 @@ def adopt_slurm(environ: MutableMapping[str, str]) -> None:
             f"SLURM_PROCID is set but not {missing.args[0]}; start the script with srun, or say "
             "--nproc N for torchrun"
         ) from None
+
+
+def _write_whole_lines() -> None:
+    """Keeps the ranks' lines apart: torchrun's `python -u` writes a line and its end separately."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _require_device(argv: list[str]) -> None:
