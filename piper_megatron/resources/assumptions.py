@@ -2,10 +2,20 @@
 
 from piper_megatron.layout.job import Job
 from piper_megatron.platform.platform import Platform
+from piper_megatron.resources.reach import Order
+
+_ORDERS: dict[Order, str] = {
+    "megatron": "ranks fill nodes one after the other, in Megatron's order",
+    "piper": "ranks are placed as --piper-placement does where a job has whole domains to itself",
+}
 
 
 def assumptions(
-    job: Job, platform: Platform, stack: str | None, imbalance: float
+    job: Job,
+    platform: Platform,
+    stack: str | None,
+    imbalance: float,
+    order: Order = "megatron",
 ) -> tuple[str, ...]:
     """Sentences for a report; only those that concern the job.
 
@@ -14,13 +24,14 @@ def assumptions(
         platform: where.
         stack: as the user gave it.
         imbalance: rows on the most loaded expert rank over the mean.
+        order: of the ranks on the devices.
     """
     accelerator = platform.need_accelerator()
     chosen = accelerator.stack(stack)
     said = [
         f"software stack '{chosen.name}' of {platform.name}: kernels at {chosen.efficiency:g} of "
         "the accelerator's curves",
-        "ranks fill nodes one after the other, in Megatron's order",
+        _ORDERS[order],
     ]
     if job.model.experts is not None:
         said.append(

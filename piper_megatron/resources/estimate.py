@@ -7,6 +7,7 @@ from piper_megatron.strict import StrictModel
 if TYPE_CHECKING:
     from piper_megatron.layout.job import Job
     from piper_megatron.platform.platform import Platform
+    from piper_megatron.resources.reach import Order
 
 GIB = 2**30
 
@@ -114,7 +115,12 @@ class Estimate(StrictModel):
 
 
 def estimate(
-    job: "Job", platform: "Platform", *, stack: str | None = None, imbalance: float = 1.0
+    job: "Job",
+    platform: "Platform",
+    *,
+    stack: str | None = None,
+    imbalance: float = 1.0,
+    order: "Order" = "megatron",
 ) -> Estimate:
     """What a job will need on a platform.
 
@@ -123,6 +129,7 @@ def estimate(
         platform: where.
         stack: name or description of the software, see `Accelerator.stack`; None for the default.
         imbalance: rows on the most loaded expert rank over the mean.
+        order: of the ranks on the devices.
 
     Raises:
         PlatformError: the platform does not describe its accelerator, or lacks the precision.
@@ -145,7 +152,7 @@ def estimate(
             per_stage=tuple(int(sum(chunk.total for chunk in stage)) for stage in stages),
         ),
         memory=memory(job, platform, imbalance),
-        time=step_time(job, platform, stack, imbalance).time,
-        assumptions=assumptions(job, platform, stack, imbalance),
+        time=step_time(job, platform, stack, imbalance, order).time,
+        assumptions=assumptions(job, platform, stack, imbalance, order),
         evidence=platform.evidence(),
     )

@@ -4,6 +4,7 @@ The layer formulas are those of a single estimate. What that follows through buf
 is in closed form here: see `closed_memory.py` and `closed_time.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -68,12 +69,12 @@ class Passes:
     """What the passes of many layouts take, under one way to compute, recompute and exchange.
 
     Attributes:
-        pipeline_s: of all passes of a step.
+        pipeline_s: of all passes of a step, in each order of the ranks.
         first: passes of the first stage.
         stays, peaks: bytes of each of the leading stages, as `passing_bytes` returns them.
     """
 
-    pipeline_s: Number
+    pipeline_s: tuple[Number, ...]
     first: PieceTime
     stays: tuple[Number, ...]
     peaks: tuple[Number, ...]
@@ -86,13 +87,13 @@ class States:
     Attributes:
         training: settings of the optimizer and its overlap.
         settled: bytes of each of the leading stages.
-        exchanges: among replicas of the first stage.
+        exchanges: among replicas of the first stage, in each order of the ranks.
         update_s: of the optimizer step.
     """
 
     training: TrainingSpec
     settled: tuple[Settled, ...]
-    exchanges: dict[str, Exchange]
+    exchanges: tuple[dict[str, Exchange], ...]
     update_s: Number
 
 
@@ -112,7 +113,7 @@ class Evaluator:
         *,
         stack: str | None = None,
         imbalance: float = 1.0,
-        order: Order = "megatron",
+        orders: Sequence[Order] = ("megatron",),
     ) -> None:
         """Counts the parameters of the stages.
 
@@ -123,11 +124,16 @@ class Evaluator:
             platform: as for `evaluate`.
             stack: as for `evaluate`.
             imbalance: as for `evaluate`.
-            order: as for `evaluate`.
+            orders: of the ranks on the devices; each layout has the one in which it is quickest.
         """
         self.model, self.imbalance = model, imbalance
         self.accelerator = platform.need_accelerator()
-        self.machine = Machine(platform=platform, stack=self.accelerator.stack(stack), order=order)
+        software = self.accelerator.stack(stack)
+        self.machines = [
+            Machine(platform=platform, stack=software, order=order) for order in orders
+        ]
+        # the order moves pipelines and replicas alone
+        self.machine = self.machines[0]
         self.sizes = _arrays(sizes)
         self._few, _, self._which = _distinct(self.sizes, _LAYER_SIZES)
         pipelines, _, which = _distinct(self.sizes, _PIPELINE_SIZES)
@@ -163,12 +169,20 @@ class Evaluator:
             spared = spared_share(training, self.sizes, held)
             stages.append(Stage(stage, stage_time(held, times, spared)))
             bytes_.append(passing_bytes(self.model, training, self.sizes, stage, held, activations))
-        boundary_s = boundary_seconds(
-            self.model, training, self.sizes, self.machine.platform, order=self.machine.order
-        )
         first_spared = spared_share(training, self.sizes, self._held[0])
         whole = whole_time(self.model, times, first_spared)
-        pipeline_s = pipeline_seconds(training, self.sizes, stages, whole, boundary_s)
+        pipeline_s = tuple(
+            pipeline_seconds(
+                training,
+                self.sizes,
+                stages,
+                whole,
+                boundary_seconds(
+                    self.model, training, self.sizes, machine.platform, order=machine.order
+                ),
+            )
+            for machine in self.machines
+        )
         stays, peaks = zip(*bytes_, strict=True)
         return Passes(pipeline_s, stages[0].time, stays, peaks)
 
@@ -185,8 +199,9 @@ class Evaluator:
             update_s = np.maximum(
                 update_s, update_seconds(training, sizes, self.machine, parameters)
             )
-        exchanges = replica_exchanges(
-            self.model, training, sizes, self.machine, self._parameters[0]
+        exchanges = tuple(
+            replica_exchanges(self.model, training, sizes, machine, self._parameters[0])
+            for machine in self.machines
         )
         found = States(training, settled, exchanges, update_s)
         return _each(found, self._holder)
@@ -197,11 +212,10 @@ class Evaluator:
         for settled, stays, peak in zip(states.settled, passes.stays, passes.peaks, strict=True):
             needed = settled.resident + stays + np.maximum(peak, settled.floor)
             peak_bytes = np.maximum(peak_bytes, needed)
-        step_s = (
-            passes.pipeline_s
-            + replica_seconds(states.training, self.sizes, states.exchanges, passes.first)
-            + states.update_s
-        )
+        step_s: Number = np.inf
+        for pipeline_s, exchanges in zip(passes.pipeline_s, states.exchanges, strict=True):
+            among = replica_seconds(states.training, self.sizes, exchanges, passes.first)
+            step_s = np.minimum(step_s, pipeline_s + among + states.update_s)
         peak_gib = peak_bytes / GIB
         overheads = self.accelerator.overheads
         needed = needed_gib(peak_gib, communicators_gib(self.sizes, overheads))
@@ -238,7 +252,7 @@ def evaluate(
         PlatformError: the platform has no accelerator, or that lacks the precision.
     """
     evaluator = Evaluator(
-        model, training, sizes, platform, stack=stack, imbalance=imbalance, order=order
+        model, training, sizes, platform, stack=stack, imbalance=imbalance, orders=(order,)
     )
     return evaluator.together(evaluator.passes(training), evaluator.states(training))
 

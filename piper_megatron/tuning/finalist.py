@@ -1,19 +1,23 @@
 """A candidate worked out: its arguments, their legality, and an estimate event by event."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from piper_megatron.check.run import judge
 from piper_megatron.errors import PiperError
 from piper_megatron.layout.job import Job, job_of
 from piper_megatron.resources.dispatch import fast_level
 from piper_megatron.resources.estimate import Estimate, estimate
-from piper_megatron.resources.reach import domain_sizes
+from piper_megatron.resources.reach import Order, domain_sizes
 from piper_megatron.resources.step import step_time
 from piper_megatron.tuning.plan import Plan, PlanLayout, confidence
 from piper_megatron.tuning.score import Candidate
 from piper_megatron.tuning.stages import balanced_by_time
-from piper_megatron.tuning.task import SPLIT, VIRTUAL, Choice, Task, tokens_of, values_of
+from piper_megatron.tuning.task import PLACEMENT, SPLIT, VIRTUAL, Choice, Task, tokens_of, values_of
+from piper_megatron.workload.flags import spelling_of
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,17 @@ class Finalist:
         candidate: what it was made of.
         tokens: arguments that the user did not give.
         step_s: predicted pass by pass.
+        order: of the ranks on the devices.
     """
 
     candidate: Candidate
     tokens: tuple[str, ...]
     step_s: float
+    order: Order
 
 
-def finalist(task: Task, candidate: Candidate) -> Finalist | str:
-    """The quickest legal way to run a candidate, or the id of the rule that refuses it."""
+def finalists(task: Task, candidate: Candidate) -> list[Finalist] | str:
+    """Legal ways to run a candidate, the quickest first, or the id of the rule that refuses it."""
     refusal = ""
     ways: list[Finalist] = []
     choices = _choice_tokens(task, candidate)
@@ -43,19 +49,47 @@ def finalist(task: Task, candidate: Candidate) -> Finalist | str:
             refusal = refusal or errors[0].id
             continue
         try:
-            step_s = step_time(_job(task, tokens), task.platform, task.stack, task.imbalance).step_s
+            job = _job(task, tokens)
+            ways += [
+                Finalist(
+                    candidate,
+                    (*tokens, *_placement_tokens(task, order)),
+                    _step_s(task, job, order),
+                    order,
+                )
+                for order in task.orders
+            ]
         except PiperError as error:
             refusal = refusal or str(error)
-            continue
-        ways.append(Finalist(candidate, tokens, step_s))
-    return min(ways, key=lambda way: way.step_s) if ways else refusal
+    # of equally quick ones the first, which needs the fewest arguments
+    return sorted(ways, key=lambda way: float(f"{way.step_s:.4g}")) or refusal
 
 
-def estimated(task: Task, chosen: Finalist) -> Estimate:
-    """What a finalist will need."""
-    return estimate(
-        _job(task, chosen.tokens), task.platform, stack=task.stack, imbalance=task.imbalance
-    )
+def _step_s(task: Task, job: Job, order: Order) -> float:
+    return step_time(job, task.platform, task.stack, task.imbalance, order).step_s
+
+
+def _placement_tokens(task: Task, order: Order) -> tuple[str, ...]:
+    if order == "megatron" or task.fixed(PLACEMENT):
+        return ()
+    return ("--piper-topology", "auto", "--piper-placement", "auto")
+
+
+def estimated(
+    task: Task, ways: Sequence[Finalist], limit: float = np.inf
+) -> tuple[Finalist, Estimate] | None:
+    """The first of several ways that needs no more than the limit, in GiB, and what it needs."""
+    for way in ways:
+        found = estimate(
+            _job(task, way.tokens),
+            task.platform,
+            stack=task.stack,
+            imbalance=task.imbalance,
+            order=way.order,
+        )
+        if max(stage.needed_gib for stage in found.memory.stages) <= limit:
+            return way, found
+    return None
 
 
 def plan(task: Task, chosen: Finalist, found: Estimate, rank: int, model: str) -> Plan:
@@ -144,8 +178,10 @@ def _notes(task: Task, job: Job, values: Any) -> tuple[str, ...]:
             f"{backend} has to be installed and to know the network{' of the rack' if rack else ''}"
             "; --moe-token-dispatcher-type alltoall excludes it"
         )
-    if getattr(values, "piper_dispatcher", None):
-        notes.append("--piper-dispatcher needs piper-megatron run, or register() in the script")
+    ours = ("piper_dispatcher", "piper_placement")
+    asked = [spelling_of(dest) for dest in ours if getattr(values, dest)]
+    if asked:
+        notes.append(f"{' and '.join(asked)}: with piper-megatron run, or register() in the script")
     if job.training.num_distributed_optimizer_instances > 1:
         notes.append("several optimizer instances need the package einops")
     return tuple(notes)

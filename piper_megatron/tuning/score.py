@@ -1,8 +1,8 @@
 """Every layout under every setting: step time and memory in closed form."""
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -17,10 +17,16 @@ from piper_megatron.tuning.space import Space, taken
 from piper_megatron.tuning.task import Choice, Task
 
 # the settings are searched in so many parts
-PARTS = 2
-STATES = "weights, gradients and optimizer alone do not fit"
-ACTIVATIONS = "activations do not fit beside the states"
-SLOWER = "slower than the best even without recomputation"
+PARTS = 4
+# layouts for which rare settings are tried
+REFINED = 64
+STATES = "stage: weights, gradients and optimizer alone do not fit"
+ACTIVATIONS = "stage: activations do not fit beside the states"
+SLOWER = "stage: slower than the best even without recomputation"
+COMMON = "stage: rare settings of layouts that are not among the best"
+
+# places of recomputation and dispatcher
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -88,24 +94,24 @@ def score(task: Task, space: Space, limit: float, slack: float, run: Run = run_h
         run: runs parts of the work.
     """
     table = _Table(task, space, limit)
-    if np.isfinite(slack) and len(table.settings[0]) > 1:
-        least, most = table.ends()
-        bounds = run(
-            "bounds", _Table.bounds, [(table, *least), *([(table, *most)] if most else [])]
-        )
-        table.keep_quick(bounds, slack)
-    shares = [table.settings[0][place::PARTS] for place in range(PARTS)]
-    parts = run("candidates", _Table.scored, [(table, share) for share in shares if share])
-    every = _merged(parts)
+    if np.isfinite(slack):
+        table.keep_quick(run("bounds", _Table.bounds, table.shares(table.ends())), slack)
+    common, rare = table.pairs()
+    every = _merged(run("candidates", _Table.scored, table.shares(common)))
+    best = np.argsort(every.quickest, kind="stable")[:REFINED]
+    if rare:
+        for part in run("settings", _Table.scored, table.few(best).shares(rare)):
+            every.refine(best, part)
+    lost = Counter({ACTIVATIONS: every.too_large, COMMON: table.legal() - every.seen})
     points = np.array(every.points).reshape(-1, 4)
     return Scores(
         searched=space.searched,
         legal=space.legal,
-        rejected=+(table.rejected + Counter({ACTIVATIONS: every.too_large})),
+        rejected=+(table.rejected + lost),
         best=Ranking(table, every.quickest, every.quickest_of),
         leanest=Ranking(table, every.smallest, every.smallest_of),
         front=tuple(
-            Candidate(_row(table.sizes, int(row)), table.products[int(product)], step_s, needed)
+            Candidate(_row(table.sizes, int(row)), table.choices(int(product)), step_s, needed)
             for step_s, needed, row, product in points[front(points[:, :2])].tolist()
         ),
     )
@@ -120,36 +126,50 @@ def fits(task: Task, space: Space, limit: float) -> bool:
         limit: GiB of the device that a candidate may need.
     """
     table = _Table(task, space, limit)
-    recomputes, dispatchers, optimizers = table.settings
-    lean = [each for each in recomputes if each.name == "full"] or list(recomputes)
+    recomputes = table.space.settings["recompute"]
+    lean = [i for i, each in enumerate(recomputes) if each.name == "full"]
+    pairs = [pair for pair in table.pairs()[0] if not lean or pair[0] in lean]
     return any(
         bool((legal & (found.needed_gib <= limit)).any())
-        for _, found, legal in table.evaluations(tuple(lean), dispatchers, optimizers[-1:])
+        for _, found, legal in table.evaluations(pairs)
     )
 
 
 @dataclass
 class _Part:
-    """What a part of the settings gave: for each layout its best value and its setting."""
+    """What some of the settings gave: for each layout its best value and its setting.
+
+    Attributes:
+        quickest, quickest_of: seconds of the quickest that fits, and its number.
+        smallest, smallest_of: GiB of the smallest, and its number.
+        points: seconds, GiB, layout and number of those that none of these beats in both.
+        seen, too_large: legal candidates, and those of them that do not fit.
+    """
 
     quickest: np.ndarray
     quickest_of: np.ndarray
     smallest: np.ndarray
     smallest_of: np.ndarray
     points: list[tuple[float, float, int, int]]
+    seen: int = 0
     too_large: int = 0
+
+    def refine(self, rows: np.ndarray, part: "_Part") -> None:
+        """Takes over what is better in a part that is about some of the layouts."""
+        for name in ("quickest", "smallest"):
+            value, choice = getattr(self, name), getattr(self, f"{name}_of")
+            other, other_choice = getattr(part, name), getattr(part, f"{name}_of")
+            better = other < value[rows]
+            value[rows[better]], choice[rows[better]] = other[better], other_choice[better]
+        self.points += [(step_s, gib, int(rows[row]), of) for step_s, gib, row, of in part.points]
+        self.seen += part.seen
+        self.too_large += part.too_large
 
 
 def _merged(parts: list[_Part]) -> _Part:
-    every = parts[0]
-    for part in parts[1:]:
-        for name in ("quickest", "smallest"):
-            value, choice = getattr(every, name), getattr(every, f"{name}_of")
-            other, other_choice = getattr(part, name), getattr(part, f"{name}_of")
-            better = other < value
-            value[better], choice[better] = other[better], other_choice[better]
-        every.points += part.points
-        every.too_large += part.too_large
+    every, *others = parts
+    for part in others:
+        every.refine(np.arange(len(every.quickest)), part)
     return every
 
 
@@ -158,8 +178,6 @@ class _Table:
 
     def __init__(self, task: Task, space: Space, limit: float) -> None:
         self.task, self.limit, self.space = task, limit, space
-        self.settings = tuple(space.settings.values())
-        self.products = list(itertools.product(*self.settings))
         self.rejected = Counter(space.rejected)
         self._keep(self._room_for_states(), STATES)
 
@@ -168,64 +186,85 @@ class _Table:
         """Those of the layouts that are left."""
         return self.space.sizes
 
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(len(choices) for choices in self.space.settings.values())
+
+    def legal(self) -> int:
+        """Legal candidates that are left."""
+        return int(self.space.counts()[0].sum())
+
+    def few(self, rows: np.ndarray) -> "_Table":
+        """Some of the layouts."""
+        table = copy(self)
+        table.space = self.space.taken(rows)
+        return table
+
+    def choices(self, product: int) -> tuple[Choice, ...]:
+        """Those of a number."""
+        places = np.unravel_index(product, self._shape)
+        return tuple(
+            choices[place]
+            for choices, place in zip(self.space.settings.values(), places, strict=True)
+        )
+
     def candidate(self, row: int, product: int) -> Candidate:
         """One of the table."""
-        recompute, dispatcher, optimizer = self.products[product]
-        training = self.task.training(recompute, dispatcher, optimizer)
+        chosen = self.choices(product)
+        training = self.task.training(*chosen)
         evaluator = self._evaluator(taken(self.sizes, np.array([row])))
         found = evaluator.together(evaluator.passes(training), evaluator.states(training))
         return Candidate(
-            _row(self.sizes, row),
-            self.products[product],
-            float(found.step_s[0]),
-            float(found.needed_gib[0]),
+            _row(self.sizes, row), chosen, float(found.step_s[0]), float(found.needed_gib[0])
         )
 
-    def scored(self, recomputes: tuple[Choice, ...]) -> _Part:
-        """Runs through a part of the product."""
-        count = self.sizes.layouts
-        part = _Part(
-            np.full(count, np.inf),
-            np.zeros(count, int),
-            np.full(count, np.inf),
-            np.zeros(count, int),
-            [],
-        )
-        for product, found, legal in self.evaluations(recomputes, *self.settings[1:]):
+    def pairs(self) -> tuple[list[Pair], list[Pair]]:
+        """Common recomputations with common dispatchers, and what is left."""
+        settings = self.space.settings
+        common: list[Pair] = []
+        rare: list[Pair] = []
+        for i, recompute in enumerate(settings["recompute"]):
+            for j, dispatcher in enumerate(settings["dispatcher"]):
+                (rare if recompute.rare or dispatcher.rare else common).append((i, j))
+        return common, rare
+
+    def shares(self, pairs: list[Pair]) -> list[tuple["_Table", list[Pair]]]:
+        """The work on some settings in parts."""
+        parts = [pairs[place::PARTS] for place in range(PARTS)]
+        return [(self, part) for part in parts if part]
+
+    def scored(self, pairs: list[Pair]) -> _Part:
+        """Runs through some of the settings."""
+        worst, none = np.full(self.sizes.layouts, np.inf), np.zeros(self.sizes.layouts, int)
+        part = _Part(worst, none, worst.copy(), none.copy(), [])
+        for product, found, legal in self.evaluations(pairs):
             fits = legal & (found.needed_gib <= self.limit)
+            part.seen += int(legal.sum())
             part.too_large += int((legal & ~fits).sum())
             _improve(part.quickest, part.quickest_of, found.step_s, fits, product)
             _improve(part.smallest, part.smallest_of, found.needed_gib, legal, product)
             part.points += _front_points(found.step_s, found.needed_gib, fits, product)
         return part
 
-    def evaluations(
-        self,
-        recomputes: tuple[Choice, ...],
-        dispatchers: tuple[Choice, ...],
-        optimizers: tuple[Choice, ...],
-    ) -> Iterator[tuple[int, Evaluation, np.ndarray]]:
+    def evaluations(self, pairs: list[Pair]) -> Iterator[tuple[int, Evaluation, np.ndarray]]:
         """Number in the product, what it costs, and which layouts can have it."""
         if not self.sizes.layouts:
             return
-        evaluator, training = self._evaluator(self.sizes), self.task.training
+        settings, training = self.space.settings, self.task.training
+        evaluator = self._evaluator(self.sizes)
         with np.errstate(divide="ignore", invalid="ignore"):
-            states = [(each, evaluator.states(training(each))) for each in optimizers]
-        for recompute, dispatcher in itertools.product(recomputes, dispatchers):
+            states = [evaluator.states(training(each)) for each in settings["optimizer"]]
+        for i, j in pairs:
             passes = None
-            for optimizer, state in states:
-                product = self.products.index((recompute, dispatcher, optimizer))
-                legal = self._allowed(product)
+            for k, state in enumerate(states):
+                legal = self.space.allowed({"recompute": i, "dispatcher": j, "optimizer": k})
                 if not legal.any():
                     continue
+                chosen = training(settings["recompute"][i], settings["dispatcher"][j])
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    passes = passes or evaluator.passes(training(recompute, dispatcher))
-                    yield product, evaluator.together(passes, state), legal
-
-    def _allowed(self, product: int) -> np.ndarray:
-        """Layouts that are legal with a setting."""
-        places = np.unravel_index(product, [len(choices) for choices in self.settings])
-        return self.space.allowed(dict(zip(self.space.settings, map(int, places), strict=True)))
+                    passes = passes or evaluator.passes(chosen)
+                    found = evaluator.together(passes, state)
+                yield int(np.ravel_multi_index((i, j, k), self._shape)), found, legal
 
     def _keep(self, kept: np.ndarray, reason: str) -> None:
         """Drops layouts; where none would stay, all do, so that the nearest miss can be told."""
@@ -239,30 +278,29 @@ class _Table:
         """Layouts whose states fit under the leanest optimizer."""
         if not self.sizes.layouts:
             return np.zeros(0, dtype=bool)
-        training = self.task.training(self.settings[2][-1])
-        states = self._evaluator(self.sizes).states(training)
-        bytes_ = np.max([each.resident + each.floor for each in states.settled], axis=0)
+        evaluator, least = self._evaluator(self.sizes), np.full(self.sizes.layouts, np.inf)
+        for optimizer in self.space.settings["optimizer"]:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                states = evaluator.states(self.task.training(optimizer))
+                bytes_ = np.max([each.resident + each.floor for each in states.settled], axis=0)
+            least = np.fmin(least, bytes_)
         overheads = self.task.platform.need_accelerator().overheads
-        needed = needed_gib(bytes_ / GIB, communicators_gib(self.sizes, overheads))
+        needed = needed_gib(least / GIB, communicators_gib(self.sizes, overheads))
         return np.asarray(needed <= self.limit)
 
-    def ends(self) -> tuple[tuple, tuple]:
-        """Choices that bound the step time of a layout, and such as are likely to fit."""
-        recomputes, dispatchers, optimizers = self.settings
-        some = tuple(dict.fromkeys((optimizers[0], optimizers[-1])))
-        lean = tuple(each for each in recomputes[1:] if each.name in ("moe", "full"))
-        return (recomputes[:1], dispatchers, some), (lean, dispatchers[:1], some) if lean else ()
+    def ends(self) -> list[Pair]:
+        """Settings that bound the step time of a layout, and such as are likely to fit."""
+        recomputes, dispatchers = (self.space.settings[n] for n in ("recompute", "dispatcher"))
+        lean = [i for i, each in enumerate(recomputes) if each.name in ("moe", "full")]
+        every = [(0, j) for j in range(len(dispatchers))]
+        return [*every, *((i, j) for i in lean for j in range(len(dispatchers))[:1])]
 
-    def bounds(
-        self,
-        recomputes: tuple[Choice, ...],
-        dispatchers: tuple[Choice, ...],
-        optimizers: tuple[Choice, ...],
-    ) -> tuple[np.ndarray, float]:
-        """Least time of every layout under some choices, and the least of all that fit."""
+    def bounds(self, pairs: list[Pair]) -> tuple[np.ndarray, float]:
+        """Least time of every layout without recomputation, and the least of all that fit."""
         least, quickest = np.full(self.sizes.layouts, np.inf), np.inf
-        for _, found, legal in self.evaluations(recomputes, dispatchers, optimizers):
-            least = np.where(legal, np.fmin(least, found.step_s), least)
+        for product, found, legal in self.evaluations(pairs):
+            if np.unravel_index(product, self._shape)[0] == 0:
+                least = np.where(legal, np.fmin(least, found.step_s), least)
             fits = legal & (found.needed_gib <= self.limit)
             quickest = min(quickest, found.step_s[fits].min(initial=np.inf))
         return least, float(quickest)
@@ -273,7 +311,7 @@ class _Table:
         What recomputes nothing is quickest, whether it fits or not; the quickest that fits bounds
         all others.
         """
-        least = bounds[0][0]
+        least = np.min([each for each, _ in bounds], axis=0)
         quickest = min(quickest for _, quickest in bounds)
         self._keep(least <= slack * quickest, SLOWER)
 
@@ -286,6 +324,7 @@ class _Table:
             task.platform,
             stack=task.stack,
             imbalance=task.imbalance,
+            orders=task.orders,
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from piper_megatron.errors import WorkloadError
 from piper_megatron.resources.estimate import Estimate
 from piper_megatron.strict import StrictModel
-from piper_megatron.tuning.finalist import Finalist, estimated, finalist, plan
+from piper_megatron.tuning.finalist import Finalist, estimated, finalists, plan
 from piper_megatron.tuning.limit import limit_gib
 from piper_megatron.tuning.parts import Progress, Run, workers
 from piper_megatron.tuning.plan import Plan
@@ -129,35 +129,36 @@ def _plans(
     order = scores.leanest if objective == "memory" else scores.best
     candidates = [order[place] for place in range(min(len(order), max(FINALISTS, top)))]
     candidates = [each for each in candidates if each.needed_gib <= limit]
-    finalists: list[Finalist] = []
-    for found in run("finalists", finalist, [(task, candidate) for candidate in candidates]):
-        if isinstance(found, str):
-            scores.rejected[NOT_LEGAL + found] += 1
+    legal: list[list[Finalist]] = []
+    for ways in run("finalists", finalists, [(task, candidate) for candidate in candidates]):
+        if isinstance(ways, str):
+            scores.rejected[NOT_LEGAL + ways] += 1
         else:
-            finalists.append(found)
+            legal.append(ways)
     if objective != "memory":
-        finalists.sort(key=lambda each: each.step_s)
+        legal.sort(key=lambda ways: ways[0].step_s)
     chosen: list[tuple[Finalist, Estimate]] = []
-    while finalists and len(chosen) < top:
-        some, finalists = finalists[: top - len(chosen)], finalists[top - len(chosen) :]
-        estimates = run("estimates", estimated, [(task, each) for each in some])
-        for each, found in zip(some, estimates, strict=True):
-            if max(stage.needed_gib for stage in found.memory.stages) <= limit:
-                chosen.append((each, found))
-            else:
+    while legal and len(chosen) < top:
+        some, legal = legal[: top - len(chosen)], legal[top - len(chosen) :]
+        for found in run("estimates", estimated, [(task, ways, limit) for ways in some]):
+            if found is None:
                 scores.rejected[NOT_FITTING] += 1
+            else:
+                chosen.append(found)
     if objective == "memory":
         chosen.sort(key=lambda each: each[1].memory.peak_gib)
+    else:
+        chosen.sort(key=lambda each: each[1].time.step_s)
     return [plan(task, *each, rank, name) for rank, each in enumerate(chosen, start=1)]
 
 
 def _nearest(task: Task, scores: Scores, margin: float, name: str) -> tuple[Plan | None, str]:
     """What comes closest where nothing fits, and on how many GPUs something would."""
     for place in range(min(len(scores.leanest), FINALISTS)):
-        found = finalist(task, scores.leanest[place])
-        if isinstance(found, Finalist):
-            miss = plan(task, found, estimated(task, found), 1, name)
-            return miss, _advice(task, margin)
+        ways = finalists(task, scores.leanest[place])
+        found = None if isinstance(ways, str) else estimated(task, ways)
+        if found is not None:
+            return plan(task, *found, 1, name), _advice(task, margin)
     return None, "none of the candidates that come closest is one that Megatron would take"
 
 

@@ -4,7 +4,9 @@ Each function gives the choices for one of them; where the user has set any of i
 is one, which sets nothing.
 """
 
-from piper_megatron.check.changes import recomputation
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
 from piper_megatron.resources.dispatch import fast_level
 from piper_megatron.resources.state_costs import is_emerging
 from piper_megatron.tuning.task import Choice, Task
@@ -45,32 +47,51 @@ def settings_of(task: Task) -> dict[str, tuple[Choice, ...]]:
 
 
 def recomputations(task: Task) -> tuple[Choice, ...]:
-    """What is computed again instead of kept, the least first."""
-    values = task.base
-    if task.fixed(RECOMPUTATION) or values.cpu_offloading_num_layers > 0:
+    """What is computed again instead of kept; nothing first."""
+    if task.fixed(RECOMPUTATION) or task.base.cpu_offloading_num_layers > 0:
         return _AS_GIVEN
-    overlap = values.overlap_moe_expert_parallel_comm
-    choices = [Choice("none")]
-    for change in recomputation(task.command({})):
-        modules = change.values["recompute_modules"]
-        full = modules is None
-        if overlap and (full or "moe" in modules):
-            continue
-        choices.append(Choice("full" if full else "+".join(modules), tuple(change.text.split())))
-    if not overlap:
-        choices += [
-            Choice(
-                f"full, {count} a chunk",
-                (
-                    *("--recompute-granularity", "full"),
-                    *("--recompute-method", "block"),
-                    "--recompute-num-layers",
-                    str(count),
-                ),
-            )
-            for count in _BLOCKS
-        ]
-    return tuple(choices)
+    selective = [_selective(modules, rare=rare) for modules, rare in _module_sets(task)]
+    uniform = _full("full", "uniform", 1)
+    blocks = [_full(f"full, {count} a chunk", "block", count) for count in _BLOCKS]
+    return (Choice("none"), *selective, uniform, *blocks)
+
+
+def _module_sets(task: Task) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Modules that are worth it together: cheap ones, with those of MLPs or without.
+
+    Rare are some of the cheap ones without the others.
+    """
+    values, model = task.base, task.model
+    cheap = ["layernorm"]
+    if model.attention.latent:
+        cheap.append("mla_up_proj")
+    if values.attention_backend == "unfused" or values.transformer_impl == "local":
+        cheap.append("core_attn")
+    activation = ["moe_act"] if model.experts and values.moe_grouped_gemm else []
+    dense = [] if all(model.moe_layers) else ["mlp"]
+    shared = ["shared_experts"] if model.experts and model.experts.shared_ffn else []
+    heavy = [(), tuple(activation), (*dense, *shared), (*activation, *dense, *shared)]
+    if model.experts:
+        heavy.append((*dense, "moe"))
+    for some in _subsets(cheap):
+        for more in dict.fromkeys(heavy):
+            if some or more:
+                yield (*some, *more), 0 < len(some) < len(cheap)
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(len(names) + 1):
+        yield from combinations(names, count)
+
+
+def _selective(modules: tuple[str, ...], *, rare: bool) -> Choice:
+    tokens = ("--recompute-granularity", "selective", "--recompute-modules", *modules)
+    return Choice("+".join(modules), tokens, rare)
+
+
+def _full(name: str, method: str, layers: int) -> Choice:
+    tokens = ("--recompute-granularity", "full", "--recompute-method", method)
+    return Choice(name, (*tokens, "--recompute-num-layers", str(layers)))
 
 
 def dispatchers(task: Task) -> tuple[Choice, ...]:
@@ -80,14 +101,13 @@ def dispatchers(task: Task) -> tuple[Choice, ...]:
     """
     if task.model.experts is None or task.fixed(DISPATCHER):
         return _AS_GIVEN
-    alltoall = ("--moe-token-dispatcher-type", "alltoall")
-    choices = [Choice("alltoall", (*alltoall, "--piper-dispatcher", "auto"))]
+    kind = "--moe-token-dispatcher-type"
+    choices = [Choice("alltoall", (kind, "alltoall", "--piper-dispatcher", "auto"))]
     if task.command({}).is_nvidia:
         rack = fast_level(task.platform) > task.platform.node_level
         backend = "hybridep" if rack else "deepep"
-        flex = ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", backend)
-        choices.append(Choice(backend, flex))
-    return tuple(choices)
+        choices.append(Choice(backend, (kind, "flex", "--moe-flex-dispatcher-backend", backend)))
+    return (*choices, Choice("allgather", (kind, "allgather"), rare=True))
 
 
 def optimizers(task: Task) -> tuple[Choice, ...]:

@@ -10,6 +10,7 @@ from piper_megatron.check.command import Command
 from piper_megatron.errors import LayoutError, WorkloadError
 from piper_megatron.layout.pipeline import balanced_layout_string
 from piper_megatron.platform.platform import Platform
+from piper_megatron.resources.reach import Order
 from piper_megatron.workload import flags
 from piper_megatron.workload.arguments import Arguments
 from piper_megatron.workload.command import PIPER_OPTIONS
@@ -35,6 +36,7 @@ SPLIT = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+PLACEMENT = ("piper_placement", "piper_topology")
 # the evaluation knows by itself where these do nothing
 _WHERE_IT_MATTERS = {"sequence_parallel": True}
 
@@ -46,10 +48,12 @@ class Choice:
     Attributes:
         name: for tables.
         tokens: as typed.
+        rare: seldom better than the others, and tried for the best layouts alone.
     """
 
     name: str
     tokens: tuple[str, ...] = ()
+    rare: bool = False
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -129,6 +133,17 @@ class Task:
         typed = self.given | changes.keys()
         apply_dispatcher(values, lambda flag: flag[2:].replace("-", "_") in typed)
         return values
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """Orders of the ranks on the devices that can be had.
+
+        Piper's placement does something where there is a level between the node and the whole
+        machine.
+        """
+        deep = len(self.platform.levels) > self.platform.node_level + 2
+        asked = self.arguments.values.piper_placement or "auto"
+        return ("megatron", "piper") if deep and asked == "auto" else ("megatron",)
 
     def size_values(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """What a layout sets of that which the user has left open: destination -> value.
