@@ -38,3 +38,7 @@ class WorkloadError(PiperError):
 
 class PlatformError(PiperError):
     """A platform does not say what an estimate needs of it."""
+
+
+class CalibrationError(PiperError):
+    """A training log that cannot correct a platform, or is not of the run it is said to be."""
