@@ -198,7 +198,9 @@ def test_planning_parts_import_neither_torch_nor_megatron():
 
 
 def test_arrows_between_layers_go_down_only():
-    layers = "cli report validation check resources layout platform workload".split()
+    layers = (
+        "cli report validation calibration tuning check resources layout platform workload"
+    ).split()
     for depth, layer in enumerate(layers):
         above = tuple(f"piper_megatron.{name}" for name in layers[:depth])
         for path in (PACKAGE / layer).rglob("*.py"):

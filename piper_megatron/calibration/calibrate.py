@@ -7,21 +7,21 @@ from statistics import median
 import numpy as np
 
 from piper_megatron.calibration.constants import Constant, constants_of, with_reserved_ratio
-from piper_megatron.calibration.fit import FURTHEST, MODEL_ERROR, Fit, fit_speeds
+from piper_megatron.calibration.fit import MODEL_ERROR, Fit, fit_speeds
 from piper_megatron.calibration.match import MeasuredRun
 from piper_megatron.errors import CalibrationError
 from piper_megatron.platform.platform import Platform
 from piper_megatron.resources.memory import memory
 from piper_megatron.resources.step import step_time
 
-# containers move the same layout by up to 1.8
-PLAUSIBLE = 2.0
+# standard deviations of a doubt, beyond which a correction is called implausible
+_PLAUSIBLE = 3.0
 # of a step that no correction explains
 _FAR_OFF = 0.15
 _NOISY = 0.2
 # from here on the allocator gives its cache back before it reserves more
 _FULL = 0.95
-_LITTLE = 0.05
+_NOTHING, _LITTLE = 0.001, 0.05
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,6 @@ def calibrate(
     runs: Sequence[MeasuredRun],
     *,
     stack: str | None = None,
-    imbalance: float = 1.0,
     when: str,
 ) -> Calibration:
     """Corrects a platform.
@@ -118,7 +117,6 @@ def calibrate(
         platform: it must have an accelerator.
         runs: on it.
         stack: name or description of their software, see `Accelerator.stack`.
-        imbalance: rows on the most loaded expert rank over the mean, in all runs.
         when: date of the correction, for its source.
 
     Raises:
@@ -127,7 +125,7 @@ def calibrate(
     """
     constants = constants_of(platform, stack)
 
-    def at(speeds: Sequence[float], note: str) -> Platform:
+    def at(speeds: np.ndarray, note: str) -> Platform:
         changed = platform
         for constant, speed in zip(constants, speeds, strict=True):
             if speed != 1:
@@ -136,7 +134,7 @@ def calibrate(
 
     def steps(there: Platform) -> np.ndarray:
         return np.array(
-            [step_time(run.job, there, stack, imbalance, run.order).step_s for run in runs]
+            [step_time(run.job, there, stack, run.imbalance, run.order).step_s for run in runs]
         )
 
     fit = fit_speeds(
@@ -145,7 +143,7 @@ def calibrate(
         noise=np.array([np.hypot(MODEL_ERROR, run.timing.error) for run in runs]),
         doubts=np.array([constant.doubt for constant in constants]),
     )
-    memories = [tuple(_memory(run, platform, imbalance)) for run in runs]
+    memories = [tuple(_memory(run, platform)) for run in runs]
     ratio = _reserved_ratio(platform, [rank for ranks in memories for rank in ranks])
     if not fit.fitted and ratio is None:
         raise CalibrationError(
@@ -173,10 +171,10 @@ def calibrate(
     )
 
 
-def _memory(run: MeasuredRun, platform: Platform, imbalance: float) -> Iterator[RankMemory]:
+def _memory(run: MeasuredRun, platform: Platform) -> Iterator[RankMemory]:
     if not run.log.memory:
         return
-    predicted = memory(run.job, platform, imbalance).stages
+    predicted = memory(run.job, platform, run.imbalance).stages
     stages = run.job.layout.coordinates()["pp"]
     for rank, report in sorted(run.log.memory.items()):
         if rank < run.job.layout.world:
@@ -218,6 +216,8 @@ def _why(place: int, constants: Sequence[Constant], fit: Fit) -> str:
         if place == fit.fitted[0]:
             return f"fitted: the most doubtful part of the step, {share:.0%} of it"
         return f"fitted: the runs differ in it, up to {share:.0%} of a step"
+    if share < _NOTHING:
+        return "stays: no step hangs on it"
     if share < _LITTLE:
         return f"stays: at most {share:.0%} of a step hangs on it"
     others = " and ".join(constants[other].name for other in fit.fitted)
@@ -240,12 +240,11 @@ def _warnings(
 ) -> Iterator[str]:
     for place in fit.fitted:
         speed, name = float(fit.speeds[place]), constants[place].name
-        if not 1 / PLAUSIBLE <= speed <= PLAUSIBLE:
-            bound = not 1.01 / FURTHEST < speed < FURTHEST / 1.01
+        most = float(np.exp(_PLAUSIBLE * constants[place].doubt))
+        if not 1 / most <= speed <= most:
             yield (
-                f"{name}: {speed:.3g} times the speed {'at least ' if bound and speed > 1 else ''}"
-                f"is more than software explains; the runs may not be of a {platform.name}, or of "
-                "these arguments"
+                f"{name}: {speed:.2g} times the speed is implausible, {1 / most:.2g} to {most:.2g} "
+                f"can be; the runs may not be of a {platform.name}, or not of these arguments"
             )
     if not fit.fitted:
         yield f"no constant of time was fitted: {_undecided(constants, fit)}"

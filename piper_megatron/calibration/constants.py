@@ -50,7 +50,7 @@ class Constant:
 
     def corrected(self, speed: float) -> float:
         """The number at so many times the speed."""
-        return self.value / speed if self.falls else self.value * speed
+        return _rounded(self.value / speed if self.falls else self.value * speed)
 
 
 def constants_of(platform: Platform, stack: str | None) -> tuple[Constant, ...]:
@@ -102,7 +102,7 @@ def with_reserved_ratio(platform: Platform, ratio: float, source: str) -> Platfo
     overheads = accelerator.overheads
     changed = overheads.model_copy(
         update={
-            "reserved_ratio": max(ratio, 1.0),
+            "reserved_ratio": _rounded(max(ratio, 1.0)),
             "source": _noted(f"reserved_ratio measured, {source}", overheads.source),
         }
     )
@@ -115,7 +115,7 @@ def _change_stack(name: str, field: str, platform: Platform, speed: float, sourc
     accelerator = platform.need_accelerator()
 
     def changed(value: float) -> float:
-        return value / speed if field == "host" else value * speed
+        return _rounded(value / speed if field == "host" else value * speed)
 
     stacks = tuple(
         stack.model_copy(
@@ -141,13 +141,13 @@ def _change_level(number: int, platform: Platform, speed: float, source: str) ->
     known = f"{level.gbps:g} ({level.evidence}), {level.source}"
     changed = level.model_copy(
         update={
-            "gbps": level.gbps * speed,
+            "gbps": _rounded(level.gbps * speed),
             "evidence": "fitted",
             "source": _noted(calibrated, level.source, known),
             "transfer": transfer.model_copy(
                 update={
-                    "startup_s": transfer.startup_s / speed,
-                    "latency_s": transfer.latency_s / speed,
+                    "startup_s": _rounded(transfer.startup_s / speed),
+                    "latency_s": _rounded(transfer.latency_s / speed),
                     "evidence": "fitted",
                     "source": _noted(f"latencies {calibrated}", transfer.source),
                 }
@@ -156,6 +156,11 @@ def _change_level(number: int, platform: Platform, speed: float, source: str) ->
     )
     levels = (*platform.levels[:number], changed, *platform.levels[number + 1 :])
     return platform.model_copy(update={"levels": levels})
+
+
+def _rounded(value: float) -> float:
+    """Six digits: more than anybody measures, and a file that one can read."""
+    return float(f"{value:.6g}")
 
 
 def _noted(what: str, source: str, known: str | None = None) -> str:

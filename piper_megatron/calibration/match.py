@@ -58,6 +58,7 @@ class MeasuredRun:
         order: of its ranks on the devices.
         timing: of a step.
         taken: settings that the given arguments leave open and the log does not, as typed.
+        imbalance: rows on the most loaded expert rank over the mean.
     """
 
     log: TrainLog
@@ -65,6 +66,7 @@ class MeasuredRun:
     order: Order
     timing: StepTiming
     taken: tuple[str, ...] = ()
+    imbalance: float = 1.0
 
 
 @dataclass(frozen=True)

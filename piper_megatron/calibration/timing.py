@@ -1,5 +1,6 @@
 """The time of a step, from the iterations of a log."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -129,7 +130,7 @@ def _behind_warm_up(session: list[Iteration]) -> Iterator[Iteration]:
 
     The first line of a start does not reset the clock, so the second is about the same iterations.
     """
-    for before, line in zip(session, session[1:], strict=False):
+    for before, line in itertools.pairwise(session):
         if before.number - session[0].number + 1 >= WARM_UP:
             yield line
 

@@ -6,8 +6,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from piper_megatron.cli.job_options import add_job_options, job_inputs
-from piper_megatron.errors import PlatformError, WorkloadError
+from piper_megatron.cli.job_options import (
+    add_job_options,
+    add_prediction_options,
+    job_inputs,
+    read_imbalance,
+)
+from piper_megatron.errors import PlatformError
 
 NAME = "estimate"
 HELP = "predict memory, step time and MFU of a training command"
@@ -16,16 +21,7 @@ HELP = "predict memory, step time and MFU of a training command"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add_job_options(parser)
-    parser.add_argument(
-        "--stack", metavar="NAME", help="software stack of the platform, by name or description"
-    )
-    parser.add_argument(
-        "--imbalance",
-        metavar="X|FILE",
-        default="1.0",
-        help="rows of the most loaded expert rank over the mean, 1.0 is balanced (default); or a "
-        "routing trace: one JSON array a line, rows by expert of one layer",
-    )
+    add_prediction_options(parser)
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the pipeline and the memory of its stages (png, pdf)"
     )
@@ -43,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(arguments.values, gpus)
     if args.model is not None:
         job = replace(job, model=job.model.model_copy(update={"name": args.model}))
-    imbalance = _imbalance(args.imbalance, job.layout.ep)
+    imbalance = read_imbalance(args.imbalance, job.layout.ep)
     platform.need_accelerator().check_stack(args.stack)
     found = estimate(job, platform, stack=args.stack, imbalance=imbalance)
     if args.plot is not None:
@@ -59,15 +55,3 @@ def run(args: argparse.Namespace) -> int:
     width = max(shutil.get_terminal_size((100, 24)).columns, 80)
     print(render_estimate(found, job, platform.name, width, arguments.unknown))
     return 0
-
-
-def _imbalance(text: str, ep: int) -> float:
-    from piper_megatron.resources.imbalance import imbalance_of_trace
-
-    try:
-        value = float(text)
-    except ValueError:
-        return imbalance_of_trace(Path(text), ep)
-    if not 1 <= value < float("inf"):
-        raise WorkloadError(f"--imbalance takes a number from 1.0 (balanced) on, got '{text}'")
-    return value

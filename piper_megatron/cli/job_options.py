@@ -1,6 +1,7 @@
 """The options that say what is trained and where, for every command that predicts a job."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piper_megatron.errors import WorkloadError
@@ -34,6 +35,20 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prediction_options(parser: argparse.ArgumentParser) -> None:
+    """Declares what a predicted time depends on beside the job."""
+    parser.add_argument(
+        "--stack", metavar="NAME", help="software stack of the platform, by name or description"
+    )
+    parser.add_argument(
+        "--imbalance",
+        metavar="X|FILE",
+        default="1.0",
+        help="rows of the most loaded expert rank over the mean, 1.0 is balanced (default); or a "
+        "routing trace: one JSON array a line, rows by expert of one layer",
+    )
+
+
 def job_inputs(args: argparse.Namespace) -> "tuple[Arguments, Platform | None, int]":
     """What the options say: Megatron's arguments, the platform if one is given, and the ranks.
 
@@ -63,20 +78,29 @@ def job_arguments(args: argparse.Namespace) -> "tuple[Arguments, int]":
         WorkloadError: the command or the model cannot be read, or the ranks are not said.
         LayoutError: `--piper-grid` is malformed or contradicts another size.
     """
-    arguments = _arguments(args)
-    return arguments, _gpus(args.gpus, arguments.gpus)
+    arguments = megatron_arguments(args)
+    gpus = ranks(args.gpus, arguments.gpus)
+    if gpus is None:
+        raise WorkloadError("say on how many ranks it runs, for instance --gpus 64")
+    return arguments, gpus
 
 
-def _arguments(args: argparse.Namespace) -> "Arguments":
+def megatron_arguments(args: argparse.Namespace) -> "Arguments":
+    """Megatron's arguments, without the number of ranks.
+
+    Raises:
+        WorkloadError: the command or the model cannot be read.
+        LayoutError: `--piper-grid` is malformed or contradicts another size.
+    """
     from dataclasses import replace
 
+    from piper_megatron.workload import huggingface
     from piper_megatron.workload.arguments import read_arguments
     from piper_megatron.workload.command import read_command
-    from piper_megatron.workload.huggingface import megatron_arguments
     from piper_megatron.workload.presets import preset_arguments
 
     if args.hf is not None:
-        model = megatron_arguments(args.hf)
+        model = huggingface.megatron_arguments(args.hf)
     elif args.model is not None:
         model = preset_arguments(args.model)
     elif args.arguments:
@@ -90,10 +114,17 @@ def _arguments(args: argparse.Namespace) -> "Arguments":
     return replace(read_arguments([*model, *command.arguments]), gpus=command.gpus)
 
 
-def _gpus(typed: str | None, started: int | None) -> int:
+def ranks(typed: str | None, started: int | None) -> int | None:
+    """Ranks of a job; None where nobody says.
+
+    Args:
+        typed: value of `--gpus`.
+        started: that the command starts.
+
+    Raises:
+        WorkloadError: they contradict each other.
+    """
     if typed is None:
-        if started is None:
-            raise WorkloadError("say on how many ranks it runs, for instance --gpus 64")
         return started
     if not typed.isdigit() or int(typed) < 1:
         raise WorkloadError(f"--gpus takes a whole number from 1 on, got '{typed}'")
@@ -102,3 +133,24 @@ def _gpus(typed: str | None, started: int | None) -> int:
             f"--gpus says {typed} ranks and the command starts {started}; remove one of the two"
         )
     return int(typed)
+
+
+def read_imbalance(text: str, ep: int) -> float:
+    """The value of `--imbalance`: a number, or the file of a routing trace.
+
+    Args:
+        text: as typed.
+        ep: expert parallel size, by which a trace's experts are shared out.
+
+    Raises:
+        WorkloadError: it is below 1, or the trace cannot be read.
+    """
+    from piper_megatron.resources.imbalance import imbalance_of_trace
+
+    try:
+        value = float(text)
+    except ValueError:
+        return imbalance_of_trace(Path(text), ep)
+    if not 1 <= value < float("inf"):
+        raise WorkloadError(f"--imbalance takes a number from 1.0 (balanced) on, got '{text}'")
+    return value

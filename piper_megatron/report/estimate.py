@@ -64,19 +64,25 @@ def verdict(memory: Memory) -> str:
     return f"DOES NOT FIT: needs {where}, has {memory.capacity_gib:.1f} GiB"
 
 
-def _headlines(estimate: Estimate, job: Job, platform: str) -> list[str]:
-    time, layout, batch = estimate.time, job.layout, job.batch
+def parallel_sizes(job: Job) -> str:
+    """Parallel sizes in one line: TP 1, CP 1, PP 2, DP 4."""
+    layout = job.layout
     sizes = [f"{name.upper()} {getattr(layout, name)}" for name in ("tp", "cp", "pp")]
     sizes += [f"VPP {job.pipeline.vpp}"] if job.pipeline.vpp > 1 else []
     sizes += [f"EP {layout.ep}", f"ETP {layout.etp}"] if job.model.experts else []
     sizes += [f"DP {layout.dp}"]
     sizes += [f"EDP {layout.edp}"] if job.model.experts else []
+    return ", ".join(sizes)
+
+
+def _headlines(estimate: Estimate, job: Job, platform: str) -> list[str]:
+    time, layout, batch = estimate.time, job.layout, job.batch
     return [
         f"step {seconds(time.step_s)}, {time.tflops_per_gpu:.1f} TFLOPS/GPU, MFU {time.mfu:.1%}, "
         f"{time.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",
         f"{job.model.name}: {estimate.parameters.total / 1e9:,.2f}B parameters, "
         f"{estimate.parameters.active / 1e9:,.2f}B active",
-        f"{count(layout.world, 'rank')} of {platform}: {', '.join(sizes)}; "
+        f"{count(layout.world, 'rank')} of {platform}: {parallel_sizes(job)}; "
         f"{batch.global_batch:,} sequences of {batch.seq:,} tokens, "
         f"{count(int(job.sizes.micro_batches), 'micro-batch')} of "
         f"{batch.micro_batch}",

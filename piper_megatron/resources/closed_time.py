@@ -283,4 +283,5 @@ def update_seconds(
         held=parameters.total,
         updated=parameters.dense / dense + parameters.expert / expert,
         tensors=parameters.tensors,
+        host_factor=machine.stack.host,
     )

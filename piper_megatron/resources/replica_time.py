@@ -136,6 +136,7 @@ class ReplicaTime:
                         count.dense / dense_shards + count.expert / expert_shards for count in stage
                     ),
                     tensors=sum(count.tensors for count in stage),
+                    host_factor=self.machine.stack.host,
                 )
             )
             for stage in self._counts

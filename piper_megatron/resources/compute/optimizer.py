@@ -13,6 +13,7 @@ def optimizer_seconds(
     held: Number,
     updated: Number,
     tensors: Number = 0,
+    host_factor: float = 1.0,
 ) -> Number:
     """Time of gradient norm, Adam step and zeroing of the gradients, and of the host around them.
 
@@ -22,6 +23,7 @@ def optimizer_seconds(
         held: parameters of this rank.
         updated: those whose states it keeps; fewer than `held` with a distributed optimizer.
         tensors: in which the parameters of this rank are.
+        host_factor: of the software stack, its host time over the accelerator's.
     """
     gradient = DTYPE_BYTES[training.main_grads_dtype]
     main = DTYPE_BYTES[training.main_params_dtype]
@@ -36,4 +38,4 @@ def optimizer_seconds(
     # gradients go to the host, Adam runs on its memory, weights come back
     per_byte = per_parameter / host.optimizer_gbps + (gradient + (weight or 4)) / host.link_gbps
     offloaded_s = away * updated * per_byte / 1e9
-    return device_s + offloaded_s + host.step_s + tensors * host.tensor_s
+    return device_s + offloaded_s + host_factor * (host.step_s + tensors * host.tensor_s)
