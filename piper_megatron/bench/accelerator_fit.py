@@ -194,7 +194,7 @@ def _fit_products(points: Sequence[Measured], to: Fitted) -> dict[str, float]:
 
 def _rate_of(measured: Measured) -> str:
     point = measured.point
-    return point.dtype if point.what in ("single", "loop") else point.what
+    return point.dtype if point.what in ("single", "loop") else f"{point.what} {point.dtype}"
 
 
 def _product_bytes(measured: Measured) -> float:
@@ -222,19 +222,16 @@ def _gemm(
         ),
         "kernel_s": products["kernel_s"],
     }
-    main = next((d for d in ("bf16", "fp32") if d in products), None)
-    if "grouped" in products and main:
-        main = "fp32" if peaks.fp32 > peaks.bf16 else main
-        forward = products[main] / products["grouped"]
-        changes |= {
-            "grouped_forward": forward,
-            "grouped_dgrad": forward,
-            "group_s": products["group_s"],
-        }
-    else:
-        kept.append("grouped products")
-    if "grouped_weights" in products and main:
-        changes["grouped_wgrad"] = products[main] / products["grouped_weights"]
+    for what, names in (
+        ("grouped", ("grouped_forward", "grouped_dgrad")),
+        ("grouped_weights", ("grouped_wgrad",)),
+    ):
+        grouped = next((d for d in measured if f"{what} {d}" in products), None)
+        if grouped is None:
+            kept += names
+            continue
+        over_single = products[grouped] / products[f"{what} {grouped}"]
+        changes |= dict.fromkeys(names, over_single) | {"group_s": products["group_s"]}
     text = f"{', '.join(kept)} as before ({base.gemm.evidence})" if kept else ""
     return base.gemm.model_copy(update={**changes, **_measured(origin, text)})
 

@@ -172,6 +172,6 @@ def _rounded(value: object, digits: int) -> object:
         return {key: _rounded(each, digits) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(each, digits) for each in value]
-    if isinstance(value, float):
+    if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.{digits}g}")
     return value
