@@ -78,12 +78,14 @@ class Training:
         return median(self.step_s[WARM_UP_STEPS:])
 
 
-def command(flags: Sequence[str], steps: int) -> list[str]:
+EXAMPLE = Path(__file__).parents[1] / "examples" / "pretrain_moe.py"
+
+
+def command(flags: Sequence[str], steps: int, script: Sequence[str] = (str(EXAMPLE),)) -> list[str]:
     """What every rank executes, with flags on top of the model's."""
-    example = Path(__file__).parents[1] / "examples" / "pretrain_moe.py"
     launcher = Path(sysconfig.get_path("scripts")) / "piper-megatron"
     return [
-        *(str(launcher), "run", "--cpu", str(example)),
+        *(str(launcher), "run", "--cpu", *script),
         *MODEL.split(),
         *("--train-iters", str(WARM_UP_STEPS + steps)),
         *flags,

@@ -171,7 +171,7 @@ def _peak(case: Case, settings: dict[str, Any]) -> int:
         for parameter in gpt.parameters():
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         _run(gpt, case)  # what stays is there now
-        with _living_storages() as living:
+        with living_storages() as living:
             _run(gpt, case)
         return living.peak
 
@@ -188,7 +188,7 @@ def _drop_gradient(parameter: Any) -> None:
     parameter.grad = None
 
 
-def _living_storages() -> Any:
+def living_storages() -> Any:
     """A dispatch mode whose `peak` is the most bytes alive of storages made under it."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from real_activations import _build, _drop_gradient, _groups, _living_storages, _run
+from real_activations import _build, _drop_gradient, _groups, living_storages, _run
 from real_models import Case
 
 
@@ -57,7 +57,7 @@ def peaks_by_algorithm(
             for name, module in gpt.named_modules():
                 if name.endswith("mlp.experts"):
                     module.register_forward_pre_hook(lambda _, x, rows=rows: rows.append(len(x[0])))
-            with _living_storages() as living:
+            with living_storages() as living:
                 _run(gpt, case)
             held[algorithm] = Held(living.peak, sum(rows))
         return held
