@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -330,14 +331,18 @@ def balanced_layout_string(layers: int, pp: int, vpp: int = 1, mtp_layers: int =
 
 def layout_string(counts: Sequence[int], mtp_layers: int = 0) -> str:
     """A text for `--pipeline-model-parallel-layout` with so many decoder layers in each chunk."""
-    texts = [f"t*{count}" if count > 2 else "t" * count for count in counts]
-    texts[0] = "E" + texts[0]
-    texts[-1] += "m" * mtp_layers + "L"
-    return _folded(texts)
+    stages = ["t" * count for count in counts]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * mtp_layers + "L"
+    return layout_text(stages)
 
 
-def _folded(texts: list[str]) -> str:
-    """Stages joined by `|`, with runs of equal ones as `(...|)*n`."""
+def layout_text(stages: Sequence[str]) -> str:
+    """Stages, each its pieces as letters, as a text for `--pipeline-model-parallel-layout`.
+
+    More than two layers are written as `t*n`, runs of equal stages as `(...|)*n`.
+    """
+    texts = [re.sub("t{3,}", lambda run: f"t*{len(run[0])}", stage) for stage in stages]
     *fronts, end = texts
     runs = ((text, len(list(run))) for text, run in itertools.groupby(fronts))
     return "".join(f"({text}|)*{n}" if n > 1 else f"{text}|" for text, n in runs) + end

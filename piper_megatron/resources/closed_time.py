@@ -45,12 +45,14 @@ class PieceTimes:
         layers: of a decoder layer of each kind.
         spared: of a layer that full recomputation leaves out (`--recompute-method block`).
         first: of the embedding.
-        last: of output layers, losses and multi-token prediction.
+        mtp: of all layers of multi-token prediction, with their output layers and losses.
+        last: of output layer and loss, and of `mtp`.
     """
 
     layers: dict[LayerKind, PieceTime]
     spared: dict[LayerKind, PieceTime]
     first: PieceTime
+    mtp: PieceTime
     last: PieceTime
 
 
@@ -91,13 +93,11 @@ def piece_times(
     layers = {kind: layer(kind) for kind in kinds}
     block = training.recompute_granularity == "full" and training.recompute_method == "block"
     spared = {kind: layer(kind, spared=True) for kind in kinds} if block else layers
-    embedding, last = end("embedding"), end("head")
+    embedding, head, mtp = end("embedding"), end("head"), sum_times()
     if model.mtp_layers:
-        depth = sum_times(
-            (layers[mtp_kind(model)], 1), (embedding, 1), (end("prediction"), 1), (last, 1)
-        )
-        last = sum_times((last, 1), (depth, model.mtp_layers))
-    return PieceTimes(layers, spared, embedding, last)
+        parts = (layers[mtp_kind(model)], embedding, end("prediction"), head)
+        mtp = sum_times(*((part, model.mtp_layers) for part in parts))
+    return PieceTimes(layers, spared, embedding, mtp, sum_times((head, 1), (mtp, 1)))
 
 
 def sum_times(*counted: tuple[PieceTime, Number]) -> PieceTime:

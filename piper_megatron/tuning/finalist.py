@@ -105,6 +105,7 @@ def plan(task: Task, chosen: Finalist, found: Estimate, rank: int, model: str) -
         model=model,
         global_batch=job.batch.global_batch,
         seq=job.batch.seq,
+        spec=job.model,
         megatron_args=chosen.tokens,
         layout=PlanLayout(
             **{name: getattr(layout, name) for name in ("tp", "cp", "pp", "ep", "etp")},
@@ -118,6 +119,7 @@ def plan(task: Task, chosen: Finalist, found: Estimate, rank: int, model: str) -
             dispatcher=_dispatcher(job) if job.model.experts else "none",
             optimizer=optimizer,
         ),
+        training=job.training,
         estimate=found,
         confidence=confidence(task.platform, _farthest(task, job)),
         notes=_notes(task, job, values),
@@ -140,11 +142,10 @@ def _splits(task: Task, sizes: dict[str, int], choices: tuple[str, ...]) -> list
     if sizes["pp"] == 1 or task.fixed((*VIRTUAL, *SPLIT)):
         return ways
     even = _job(task, (*ways[0], *choices))
-    text = balanced_by_time(even, task.platform, task.stack, task.imbalance)
-    if text is not None and text != values.get(SPLIT[0]):
-        values.pop(VIRTUAL[0], None)
-        ways.append(tokens_of(values | {SPLIT[0]: text}))
-    return ways
+    texts = balanced_by_time(even, task.platform, task.stack, task.imbalance)
+    sizes_alone = {dest: value for dest, value in values.items() if dest != VIRTUAL[0]}
+    ways += [tokens_of(sizes_alone | {SPLIT[0]: text}) for text in texts]
+    return list(dict.fromkeys(ways))
 
 
 def _choice_tokens(task: Task, candidate: Candidate) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """A plan: the arguments that the user did not give, and what a job with them will need."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from piper_megatron.errors import PiperError
 from piper_megatron.platform.platform import Platform
 from piper_megatron.resources.estimate import Estimate
 from piper_megatron.strict import StrictModel, first_problem
+from piper_megatron.workload.spec import ModelSpec, TrainingSpec
 
 VERSION: Literal[1] = 1
 Confidence = Literal["high", "medium", "low"]
@@ -49,8 +51,10 @@ class Plan(StrictModel):
         version: of this format.
         rank: place among the plans of a search, 1 is the best.
         platform, gpus, model, global_batch, seq: what it was made for.
+        spec: the model itself.
         megatron_args: arguments to add to those that the user gave.
         layout: what they amount to.
+        training: the settings that go with it, those that the user gave among them.
         estimate: what the job will need.
         confidence: how well the numbers are founded that the estimate rests on.
         notes: what the plan needs beside its arguments.
@@ -63,11 +67,19 @@ class Plan(StrictModel):
     model: str
     global_batch: PositiveInt
     seq: PositiveInt
+    spec: ModelSpec
     megatron_args: tuple[str, ...]
     layout: PlanLayout
+    training: TrainingSpec
     estimate: Estimate
     confidence: Confidence
     notes: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Of what is to run; predictions do not count, since their last digits vary with CPUs."""
+        text = self.model_dump_json(exclude={"rank", "estimate", "confidence", "notes"})
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def read_plan(path: Path) -> Plan:
