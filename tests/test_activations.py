@@ -473,7 +473,7 @@ def all_figures(training: TrainingSpec, sizes: Sizes) -> list[Any]:
         head_activations(TE_MODEL, training, sizes),
         mtp_activations(TE_MODEL, training, sizes),
     ]
-    kept = buffers(TE_MODEL, training, sizes, moe={True, False}, head=True)
+    kept = buffers(TE_MODEL, training, sizes, 2**25, moe={True, False}, head=True)
     figures = [(p.total, p.working, p.working_forward, p.routed) for p in pieces]
     return [*itertools.chain(*figures), *kept.values()]
 
@@ -489,5 +489,5 @@ def test_one_placeholder_for_each_shape_of_a_weight():
     qkv, proj, head = (8 + 2 * 2) * 16 * 128, 8 * 16 * 128, 512 * 128
     mlp = 2 * 256 * 128 + 256 * 128
     # the output layer and the first product of the MLP have one shape
-    assert stage_buffers(job, 0)["placeholder weight gradients"] == 2 * (qkv + proj + mlp)
+    assert stage_buffers(job, 0, 2**25)["placeholder weight gradients"] == 2 * (qkv + proj + mlp)
     assert head == 2 * 256 * 128

@@ -49,12 +49,15 @@ class MemoryOverheads(Stated):
         communicator_gib: buffers of the first communicator of NCCL, RCCL or oneCCL.
         peer_communicator_gib: added for each peer in further communicators.
         reserved_ratio: what torch's allocator reserves over what it has allocated at the peak.
+        workspace_gib: scratch of the library of matrix products, of which there are several; none
+            on CPUs. That of cuBLAS on GPUs since Hopper; older ones take 4 and 8 MiB.
     """
 
     context_gib: NonNegativeFloat
     communicator_gib: NonNegativeFloat
     peer_communicator_gib: NonNegativeFloat
     reserved_ratio: Annotated[float, Field(ge=1)]
+    workspace_gib: NonNegativeFloat = 32 / 1024
 
 
 class Peaks(Stated):

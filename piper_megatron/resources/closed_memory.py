@@ -60,7 +60,13 @@ class Pieces:
     buffers: dict[bool, Number]
 
 
-def pieces(model: ModelSpec, training: TrainingSpec, sizes: Sizes, imbalance: float) -> Pieces:
+def pieces(
+    model: ModelSpec,
+    training: TrainingSpec,
+    sizes: Sizes,
+    imbalance: float,
+    workspace_bytes: float,
+) -> Pieces:
     """Activations of every piece.
 
     Args:
@@ -68,6 +74,7 @@ def pieces(model: ModelSpec, training: TrainingSpec, sizes: Sizes, imbalance: fl
         training: what is kept, recomputed and offloaded.
         sizes: of many layouts; pipeline sizes do not matter.
         imbalance: rows of the most loaded rank's experts over the mean.
+        workspace_bytes: see `buffers`.
     """
     given = model, training, sizes
     kinds = sorted(set(model.moe_layers))
@@ -89,7 +96,9 @@ def pieces(model: ModelSpec, training: TrainingSpec, sizes: Sizes, imbalance: fl
         _bytes(head_activations(*given)),
         {
             head: sum(
-                buffers(*given, moe=kinds, head=head, mtp=head and model.mtp_layers > 0).values()
+                buffers(
+                    *given, workspace_bytes, moe=kinds, head=head, mtp=head and model.mtp_layers > 0
+                ).values()
             )
             for head in (False, True)
         },

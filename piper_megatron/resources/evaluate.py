@@ -162,7 +162,8 @@ class Evaluator:
     def passes(self, training: TrainingSpec) -> Passes:
         """Times and activations under these settings of layers and schedule."""
         given = self.model, training, self._few
-        activations = _each(pieces(*given, self.imbalance), self._which)
+        workspace_bytes = self.machine.accelerator.overheads.workspace_gib * GIB
+        activations = _each(pieces(*given, self.imbalance, workspace_bytes), self._which)
         times = _each(piece_times(*given, self.machine, self.imbalance), self._which)
         stages, bytes_ = [], []
         for stage, held in zip(self._stages, self._held, strict=True):

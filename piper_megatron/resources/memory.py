@@ -73,7 +73,7 @@ def memory(job: Job, platform: Platform, imbalance: float = 1.0) -> Memory:
         for stage in job.pipeline.stages
     ]
     stages = tuple(
-        _StageMemory(job, schedule, stage, states, chunks[stage]).report(device.overheads)
+        _StageMemory(job, schedule, stage, states, chunks[stage], device.overheads).report()
         for stage, states in enumerate(
             stage_states(job, transposed_weights=device.transposes_8_bit)
         )
@@ -98,12 +98,15 @@ class _StageMemory:
         stage: int,
         states: StageStates,
         chunks: list[ChunkActivations],
+        overheads: MemoryOverheads,
     ) -> None:
         self._job = job
         self._schedule = schedule
         self._stage = stage
         self._states = states
-        self._buffers_bytes = float(sum(stage_buffers(job, stage).values()))
+        self._overheads = overheads
+        buffers = stage_buffers(job, stage, overheads.workspace_gib * GIB)
+        self._buffers_bytes = float(sum(buffers.values()))
         self._chunks = chunks
         self._vpp = len(chunks)
         self._kept_bytes = np.array([float(chunk.total) for chunk in self._chunks])
@@ -112,14 +115,14 @@ class _StageMemory:
     def _resident_bytes(self) -> float:
         return float(self._states.resident_bytes) + self._buffers_bytes
 
-    def report(self, overheads: MemoryOverheads) -> StageMemory:
+    def report(self) -> StageMemory:
         """The stage's row of an estimate."""
         moments = self._moments()
         peaks = {name: self._height(moment) for name, moment in moments.items()}
         peaks[OPTIMIZER] = self._resident_bytes + float(self._states.step_peak_bytes)
         peaks[LOAD] = self._resident_bytes + self._states.load_peak_bytes
         top = max(peaks, key=lambda name: peaks[name])
-        outside_gib = float(communicators_gib(self._job.sizes, overheads))
+        outside_gib = float(communicators_gib(self._job.sizes, self._overheads))
         activations, logits, dispatch = self._composition(moments.get(top))
         states = self._states
         return StageMemory(
@@ -136,7 +139,7 @@ class _StageMemory:
             needed_gib=float(needed_gib(peaks[top] / GIB, outside_gib)),
             resident_gib=self._resident_bytes / GIB,
             peak_gib=peaks[top] / GIB,
-            reserved_gib=peaks[top] / GIB * overheads.reserved_ratio,
+            reserved_gib=peaks[top] / GIB * self._overheads.reserved_ratio,
             peaks_gib={name: height / GIB for name, height in peaks.items()},
         )
 

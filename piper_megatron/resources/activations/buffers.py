@@ -17,20 +17,19 @@ from piper_megatron.resources.activations.layer import setup_of
 from piper_megatron.resources.activations.setup import Setup
 from piper_megatron.workload.spec import ModelSpec, TrainingSpec
 
-# on GPUs since Hopper; older ones take 4 and 8 MiB
-_WORKSPACE_BYTES = 32 * 2**20
 _TORCH_WORKSPACES = 2  # one for each thread with a cuBLAS handle: forward and backward
 _GROUPED_STREAMS = 4  # tex.get_num_cublas_streams
 
 Shape = tuple[Number, Number]
 
 
-def stage_buffers(job: Job, stage: int) -> dict[str, Number]:
+def stage_buffers(job: Job, stage: int, workspace_bytes: float) -> dict[str, Number]:
     """Bytes of such buffers on a rank of a pipeline stage, by what they are for.
 
     Args:
         job: the whole job.
         stage: pipeline rank.
+        workspace_bytes: of one workspace, see `MemoryOverheads.workspace_gib`.
     """
     chunks = job.pipeline.stages[stage]
     kinds = {job.model.moe_layers[layer] for chunk in chunks for layer in chunk.layers}
@@ -41,6 +40,7 @@ def stage_buffers(job: Job, stage: int) -> dict[str, Number]:
         job.model,
         job.training,
         job.sizes,
+        workspace_bytes,
         moe=kinds,
         head=any(chunk.loss for chunk in chunks),
         mtp=has_mtp,
@@ -51,6 +51,7 @@ def buffers(
     model: ModelSpec,
     training: TrainingSpec,
     sizes: Sizes,
+    workspace_bytes: float,
     *,
     moe: Collection[bool],
     head: bool,
@@ -62,6 +63,7 @@ def buffers(
         model: as for a layer.
         training: as for a layer.
         sizes: as for a layer.
+        workspace_bytes: of one workspace.
         moe: for each kind of layer that it holds, whether that has experts.
         head: it holds the output layer.
         mtp: it holds multi-token-prediction layers.
@@ -70,7 +72,7 @@ def buffers(
     return {
         "placeholder weight gradients": _placeholder_gradients(setup, moe, head, mtp),
         "gather buffer": _gather_buffer(setup, bool(moe), head),
-        "workspaces of matrix products": _workspaces(setup),
+        "workspaces of matrix products": workspace_bytes * _workspaces(setup),
     }
 
 
@@ -156,11 +158,11 @@ def _gather_buffer(setup: Setup, layers: bool, head: bool) -> Number:
 
 
 def _workspaces(setup: Setup) -> int:
-    """Scratch of cuBLAS: of torch, of Transformer Engine and of its grouped products.
+    """How many cuBLAS has: of torch, of Transformer Engine and of its grouped products.
 
     Megatron's router uses Transformer Engine's where that is installed, whatever the layers are.
     """
     own = 3 if setup.training.tp_comm_overlap else 1
     grouped = setup.te and setup.model.experts is not None and setup.training.moe_grouped_gemm
     streams = _GROUPED_STREAMS if grouped else 0
-    return _WORKSPACE_BYTES * (_TORCH_WORKSPACES + own + streams)
+    return _TORCH_WORKSPACES + own + streams
