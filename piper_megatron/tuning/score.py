@@ -14,7 +14,7 @@ from piper_megatron.resources.evaluate import Evaluation, Evaluator
 from piper_megatron.tuning.pareto import front
 from piper_megatron.tuning.parts import Run, run_here
 from piper_megatron.tuning.space import Space, taken
-from piper_megatron.tuning.task import Choice, Task
+from piper_megatron.tuning.task import SPLIT, VIRTUAL, Choice, Task
 
 # the settings are searched in so many parts
 PARTS = 4
@@ -325,6 +325,7 @@ class _Table:
             stack=task.stack,
             imbalance=task.imbalance,
             orders=task.orders,
+            by_time=not task.fixed((*VIRTUAL, *SPLIT)),
         )
 
 
