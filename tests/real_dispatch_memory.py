@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from real_activations import _build, _drop_gradient, _groups, living_storages, _run
+from real_activations import _build, _drop_gradient, _groups, _run, living_storages
 from real_models import Case
 
 
