@@ -103,11 +103,25 @@ def dispatchers(task: Task) -> tuple[Choice, ...]:
         return _AS_GIVEN
     kind = "--moe-token-dispatcher-type"
     choices = [Choice("alltoall", (kind, "alltoall", "--piper-dispatcher", "auto"))]
+    choices += [
+        Choice(backend, (kind, "flex", "--moe-flex-dispatcher-backend", backend))
+        for backend in _fused_backends(task)
+    ]
+    return (*choices, Choice("allgather", (kind, "allgather"), rare=True))
+
+
+def _fused_backends(task: Task) -> tuple[str, ...]:
+    """Kernels of the flex dispatcher that there are for the platform.
+
+    DeepEP ends with the node, so that it is no choice where the fast network is a rack's; AMD's
+    port of it is for GPUs that compute in FP8, MI300 and later.
+    """
+    accelerator = task.platform.need_accelerator()
     if task.command({}).is_nvidia:
         rack = fast_level(task.platform) > task.platform.node_level
-        backend = "hybridep" if rack else "deepep"
-        choices.append(Choice(backend, (kind, "flex", "--moe-flex-dispatcher-backend", backend)))
-    return (*choices, Choice("allgather", (kind, "allgather"), rare=True))
+        return ("hybridep",) if rack else ("deepep", "hybridep")
+    amd = accelerator.name.startswith("AMD")
+    return ("deepep",) if amd and accelerator.tflops.fp8 is not None else ()
 
 
 def optimizers(task: Task) -> tuple[Choice, ...]:

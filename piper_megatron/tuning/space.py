@@ -212,8 +212,8 @@ def _bounds(task: Task) -> dict[str, list[Bound]]:
     def smaller(pp: int, vpp: int) -> bool:
         if vpp == 1 or task.fixed((*VIRTUAL, *SPLIT)):
             return True
-        slots = task.model.layers + task.model.mtp_layers + 1
-        return -(-slots // (pp * vpp)) < -(-slots // (pp * (vpp - 1)))
+        fewer = range(1, vpp)
+        return _most_layers(task, pp * vpp) < min(_most_layers(task, pp * few) for few in fewer)
 
     return {
         "vpp": [
@@ -227,6 +227,14 @@ def _bounds(task: Task) -> dict[str, list[Bound]]:
         ],
         "etp": [(FAST_ETP, lambda c: fixed["etp"] | (c["etp"] <= fast))],
     }
+
+
+def _most_layers(task: Task, chunks: int) -> int:
+    """Layers of the fullest chunk; the output layer takes the place of one where a text is used."""
+    model = task.model
+    if model.layers % chunks == 0:
+        return model.layers // chunks
+    return -(-(model.layers + model.mtp_layers + 1) // chunks)
 
 
 def _of_pairs(c: Columns, holds: Callable[[int, int], bool]) -> np.ndarray:
