@@ -35,7 +35,12 @@ from piper_megatron.resources.communicators import communicators_gib, needed_gib
 from piper_megatron.resources.estimate import GIB
 from piper_megatron.resources.layer_time import Machine
 from piper_megatron.resources.parameters import count, stage_tensors
-from piper_megatron.resources.stage_layers import leading_stages, stage_layers
+from piper_megatron.resources.stage_layers import (
+    beside_by_time,
+    layer_kinds,
+    leading_stages,
+    stage_layers,
+)
 from piper_megatron.workload.spec import ModelSpec, TrainingSpec
 
 # sizes on which a layer depends, and not only a pipeline or a step
@@ -114,6 +119,7 @@ class Evaluator:
         stack: str | None = None,
         imbalance: float = 1.0,
         orders: Sequence[Order] = ("megatron",),
+        by_time: bool = False,
     ) -> None:
         """Counts the parameters of the stages.
 
@@ -125,6 +131,8 @@ class Evaluator:
             stack: as for `evaluate`.
             imbalance: as for `evaluate`.
             orders: of the ranks on the devices; each layout has the one in which it is quickest.
+            by_time: layers are shared out by the time that loss and prediction take under
+                `training`; otherwise as `stage_layers` says.
         """
         self.model, self.imbalance = model, imbalance
         self.accelerator = platform.need_accelerator()
@@ -136,13 +144,16 @@ class Evaluator:
         self.machine = self.machines[0]
         self.sizes = _arrays(sizes)
         self._few, _, self._which = _distinct(self.sizes, _LAYER_SIZES)
-        pipelines, _, which = _distinct(self.sizes, _PIPELINE_SIZES)
-        stages = leading_stages(model, pipelines)
-        held = [stage_layers(model, pipelines, stage) for stage in stages]
+        beside = self._beside(training) if by_time else None
+        extra = () if beside is None else (beside,)
+        pipelines, some, which = _distinct(self.sizes, _PIPELINE_SIZES, *extra)
+        worth = None if beside is None else beside[some]
+        stages = leading_stages(model, pipelines, worth)
+        held = [stage_layers(model, pipelines, stage, worth) for stage in stages]
         self._stages, self._held = _each(stages, which), _each(held, which)
         # sharded gradients travel for every micro-batch
         names = (*_STATE_SIZES, "micro_batch") if training.fsdp else _STATE_SIZES
-        self._holders, first, self._holder = _distinct(self.sizes, names)
+        self._holders, first, self._holder = _distinct(self.sizes, names, *extra)
         self._holders_held = _each(held, which[first])
         self._tensors = [
             stage_tensors(
@@ -158,6 +169,15 @@ class Evaluator:
             for each in self._holders_held
         ]
         self._parameters = [count(tensors, self._holders) for tensors in self._tensors]
+
+    def _beside(self, training: TrainingSpec) -> np.ndarray:
+        """Layers that loss and prediction are worth, for every layout."""
+        times = piece_times(self.model, training, self._few, self.machine, self.imbalance)
+        layer = times.layers[layer_kinds(self.model)[-1]]
+        worth = (times.last.forward_s + times.last.backward_s) / (
+            layer.forward_s + layer.backward_s
+        )
+        return beside_by_time(self.model, self.sizes, np.asarray(worth)[self._which])
 
     def passes(self, training: TrainingSpec) -> Passes:
         """Times and activations under these settings of layers and schedule."""
@@ -266,13 +286,15 @@ def _arrays(sizes: Sizes) -> Sizes:
     return replace(sizes, **varying)
 
 
-def _distinct(sizes: Sizes, names: tuple[str, ...]) -> tuple[Sizes, np.ndarray, np.ndarray]:
-    """Layouts that differ in the named sizes.
+def _distinct(
+    sizes: Sizes, names: tuple[str, ...], *more: np.ndarray
+) -> tuple[Sizes, np.ndarray, np.ndarray]:
+    """Layouts that differ in the named sizes, or in more columns of theirs.
 
     Returns:
         These, their places among all, and for every layout the number of its like.
     """
-    columns = [getattr(sizes, name) for name in names]
+    columns = [*(getattr(sizes, name) for name in names), *more]
     keys = np.ravel_multi_index(columns, [int(column.max()) + 1 for column in columns])
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     varying: dict[str, Any] = {
