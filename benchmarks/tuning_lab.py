@@ -124,11 +124,12 @@ def check(results: Sequence[RankResult], what: str) -> None:
         raise BenchmarkError(f"{what}: rank {failed[0].rank}:\n{failed[0].output[-4000:]}")
 
 
-def tuned_flags(lab_platform: Platform) -> list[str]:
-    """Arguments of the best plan."""
+def tuned(lab_platform: Platform) -> Run:
+    """The best plan."""
     task = Task(read_arguments(MODEL.split()), GPUS, lab_platform, None, 1.0)
     outcome = search(task, margin=default_margin(lab_platform), top=1, processes=2)
-    return list(outcome.plans[0].megatron_args)
+    plan = outcome.plans[0]
+    return Run(list(plan.megatron_args), plan.estimate, [])
 
 
 def predict(lab_platform: Platform, flags: Sequence[str]) -> Estimate:
@@ -229,9 +230,9 @@ def run_lab(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Run]
             print(measure_machine(lab, path), flush=True)
             print(f"bench --quick took {time.monotonic() - began:.0f} s", flush=True)
         measured = load_platform(str(path))
-        layouts = {TUNED: tuned_flags(measured), **LAYOUTS}
-        print(f"tuned: {' '.join(layouts[TUNED])}", flush=True)
-        runs = {name: Run(flags, predict(measured, flags), []) for name, flags in layouts.items()}
+        runs = {TUNED: tuned(measured)}
+        print(f"tuned: {' '.join(runs[TUNED].flags)}", flush=True)
+        runs |= {name: Run(flags, predict(measured, flags), []) for name, flags in LAYOUTS.items()}
         for number in range(arguments.rounds):
             for name, run in runs.items():
                 step_s, run.process_gib = train(lab, run.flags, arguments.steps, "process")

@@ -27,6 +27,8 @@ from piper_megatron.platform.observation import (
 )
 from piper_megatron.platform.platform import Platform, load_platform
 from piper_megatron.platform.topology import Location
+from piper_megatron.runtime import cpu
+from piper_megatron.switches import switched_on
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -172,7 +174,8 @@ def machine(source: str | None, environ: Mapping[str, str]) -> Iterator[Machine]
         PiperError: the platform is unknown, or none is known for the device.
     """
     local_rank = int(environ.get("LOCAL_RANK", 0))
-    on_gpu = torch.cuda.is_available()
+    rehearsal = cpu.is_enabled() or switched_on("PIPER_CPU")
+    on_gpu = torch.cuda.is_available() and not rehearsal
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -234,8 +237,6 @@ def _import_megatron(on_gpu: bool) -> bool:
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         return False
     if not on_gpu:
-        from piper_megatron.runtime import cpu
-
         if not cpu.is_enabled():
             cpu.enable()
     import megatron.training.training  # noqa: F401
