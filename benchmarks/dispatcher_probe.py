@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from piper_megatron.bench.dispatchers import build_dispatchers, round_trip, uniform_routing
 from piper_megatron.runtime.dispatch.exchange import EXCHANGES, Links
 from piper_megatron.runtime.dispatch.groups import ExpertGroups, split_group
 from piper_megatron.runtime.dispatch.wire import Hop, Segment
@@ -190,13 +191,19 @@ def moe(
     """
     torch.manual_seed(dist.get_rank())
     hidden = torch.randn(layer["tokens"], 1, layer["hidden"])
-    chosen = torch.rand(layer["tokens"], layer["experts"]).topk(layer["topk"]).indices
-    routing_map = torch.zeros(layer["tokens"], layer["experts"], dtype=torch.bool)
-    routing_map.scatter_(1, chosen, True)
-    probs = routing_map / layer["topk"]
-    dispatchers = _dispatchers(groups, algorithms, layer, chunks)
+    routing_map, probs = uniform_routing(
+        layer["tokens"], layer["experts"], layer["topk"], hidden.device
+    )
+    dispatchers = build_dispatchers(
+        groups,
+        algorithms,
+        experts=layer["experts"],
+        topk=layer["topk"],
+        hidden=layer["hidden"],
+        chunks=chunks,
+    )
     ways = {
-        name: partial(_through, dispatcher, hidden, routing_map, probs)
+        name: partial(round_trip, dispatcher, hidden, routing_map, probs)
         for name, dispatcher in dispatchers.items()
     }
     with torch.no_grad():
@@ -205,15 +212,6 @@ def moe(
         "rows": _crossing_rows(routing_map, hosts),
         "ways": {name: asdict(m) for name, m in measured.items()},
     }
-
-
-def _through(dispatcher: Any, hidden: Any, routing_map: Any, probs: Any) -> torch.Tensor:
-    """A layer's output with experts that change nothing."""
-    rows, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
-    rows, probs = dispatcher.token_dispatch(rows, probs)
-    rows, _, probs = dispatcher.dispatch_postprocess(rows, probs)
-    rows = dispatcher.combine_preprocess(rows * probs.unsqueeze(-1))
-    return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
 
 
 def _crossing_rows(routing_map: torch.Tensor, hosts: Sequence[str]) -> dict[str, int]:
@@ -228,38 +226,6 @@ def _crossing_rows(routing_map: torch.Tensor, hosts: Sequence[str]) -> dict[str,
     dist.all_reduce(rows)
     once_an_expert, once_a_host = rows.tolist()
     return {"once_an_expert": once_an_expert, "once_a_host": once_a_host}
-
-
-def _dispatchers(
-    groups: ExpertGroups, algorithms: Sequence[str], layer: dict[str, int], chunks: int
-) -> dict[str, Any]:
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from piper_megatron.runtime.dispatch.dispatcher import DispatcherSpec
-
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=layer["hidden"],
-        num_attention_heads=1,
-        add_bias_linear=False,
-        num_moe_experts=layer["experts"],
-        moe_router_topk=layer["topk"],
-        moe_token_dispatcher_type="alltoall",
-        expert_model_parallel_size=dist.get_world_size(),
-    )
-    local = layer["experts"] // dist.get_world_size()
-    indices = [dist.get_rank() * local + i for i in range(local)]
-    megatron = (local, indices, config, ProcessGroupCollection.use_mpu_process_groups())
-    return {
-        name: MoEAlltoAllTokenDispatcher(*megatron)
-        if name == "megatron"
-        else DispatcherSpec(name, groups, chunks).build(*megatron)
-        for name in algorithms
-    }
 
 
 TASKS: dict[str, Callable[..., Any]] = {"table": table, "moe": moe}
