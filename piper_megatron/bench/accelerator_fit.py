@@ -14,7 +14,6 @@ from piper_megatron.resources.kernels import OPERAND_BYTES, fused_attention
 
 # what the model counts for a layer of `kernels.prepare`'s launches: product, norm, activation, sum
 _LAUNCHES_A_LAYER = (3 + 6) + 3 * (1 + 1)
-LAUNCH_LAYERS = 8
 # read and written by Adam with fp32 states and gradients (`compute/optimizer.py`)
 _ADAM_BYTES = 3 * 4 + 2 * (4 + 8)
 # bytes of an element, and kernels, that the model counts
@@ -98,8 +97,8 @@ def fit_accelerator(
     changes["host"] = _host(base, by_kind["host"], by_kind["copy"], origin, fitted)
     changes["stacks"] = (
         Stack(
-            name="megatron",
-            evidence="measured" if products else "assumed",
+            name=base.stack().name,
+            evidence="assumed",
             source="the curves of the accelerator hold for it",
         ),
     )
@@ -304,7 +303,8 @@ def _host(
     seconds = {p.point.what: p for p in points}
     changes: dict[str, Any] = {}
     if "launch" in seconds and base.host.evidence == "assumed":
-        changes["launch_s"] = seconds["launch"].seconds / (LAUNCH_LAYERS * _LAUNCHES_A_LAYER)
+        launch = seconds["launch"]
+        changes["launch_s"] = launch.seconds / (launch.point.size["layers"] * _LAUNCHES_A_LAYER)
     if "adam" in seconds:
         adam = seconds["adam"]
         moved = adam.point.size["elements"] * _ADAM_BYTES

@@ -10,7 +10,6 @@ from piper_megatron.bench.clock import Call
 from piper_megatron.bench.points import Point
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAUNCH_LAYERS = 8
 
 
 def prepare(point: Point, device: torch.device) -> Call:
@@ -103,8 +102,8 @@ def _host(what: str, size: dict[str, int], dtype: torch.dtype, device: torch.dev
         parameter = torch.nn.Parameter(torch.randn(size["elements"], dtype=dtype))
         parameter.grad = torch.randn_like(parameter)
         return torch.optim.Adam([parameter]).step
-    width = size["width"]
-    weights = torch.randn(LAUNCH_LAYERS, width, width, device=device, requires_grad=True).unbind()
+    width, layers = size["width"], size["layers"]
+    weights = torch.randn(layers, width, width, device=device, requires_grad=True).unbind()
     x = torch.randn(width, width, device=device, requires_grad=True)
 
     def passes() -> None:

@@ -236,9 +236,8 @@ def _import_megatron(on_gpu: bool) -> bool:
     """What a training imports, which takes memory; False where there is no Megatron."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         return False
-    if not on_gpu:
-        if not cpu.is_enabled():
-            cpu.enable()
+    if not on_gpu and not cpu.is_enabled():
+        cpu.enable()
     import megatron.training.training  # noqa: F401
 
     return True

@@ -121,7 +121,7 @@ GPU = Effort(
     turns=11,
     longest_s=2.0,
 )
-_LAUNCH_WIDTH = 16
+_LAUNCHES = {"width": 16, "layers": 8}
 _ADAM_ELEMENTS = 4 * MIB
 _NORM_WIDTH = 1024
 
@@ -152,7 +152,7 @@ def compute_points(effort: Effort, *, gpu: bool) -> list[Point]:
             Point(kind="memory", what="cast", dtype="fp32", size=size)
             for size in _matrices(effort.elements)
         ),
-        Point(kind="host", what="launch", dtype="fp32", size={"width": _LAUNCH_WIDTH}),
+        Point(kind="host", what="launch", dtype="fp32", size=_LAUNCHES),
         Point(kind="host", what="adam", dtype="fp32", size={"elements": _ADAM_ELEMENTS}),
         *(
             Point(kind="copy", what=what, size={"bytes": count})

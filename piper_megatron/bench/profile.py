@@ -100,7 +100,6 @@ def assemble(base: Platform, measured: Sequence[Measured], facts: Facts) -> Prof
         }
     )
     fitted.predicted |= {p.point.key: predict(platform, p) for p in links if in_fit(p, links)}
-    # written out and read again, every rule of the format is checked
     return Profile(platform, tuple(measured), fitted.predicted, tuple(fitted.notes))
 
 
