@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from piper_megatron.bench.profile import base_for_device
 from piper_megatron.platform.discovery import known_platform, resolve_topology
@@ -106,9 +107,7 @@ class Machine:
         elif self.device.type == "cuda":
             found["CUDA"] = str(torch.version.cuda)
         if self.backend == "nccl":
-            found["RCCL" if torch.version.hip else "NCCL"] = ".".join(
-                map(str, torch.cuda.nccl.version())
-            )
+            found["RCCL" if torch.version.hip else "NCCL"] = ".".join(map(str, nccl.version()))
         with suppress(PackageNotFoundError):
             found["megatron-core"] = version("megatron-core")
         return found

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# what the resource model misses of a single layout, whatever its constants
-MODEL_ERROR = 0.03
-# a speed is fitted when the runs at least halve the doubt about it: 1 / sqrt(1 + 3)
+# what the resource model misses of a single layout, whatever its constants: the median over
+# published runs (docs/resource_model.md)
+MODEL_ERROR = 0.05
+# one speed is fitted when this much of a step hangs on it
+LEAST_SHARE = 0.2
+# a further one when the runs at least halve the doubt about it: 1 / sqrt(1 + 3)
 _ENOUGH = 3.0
 # no speed moves further than to its so-many-fold or so-manieth part
 FURTHEST = 20.0
@@ -26,15 +29,12 @@ class Fit:
     Attributes:
         speeds: [constants] over what they were; 1 where the runs tell nothing.
         shares: [runs, constants] of the step that each speed decides, before the fit.
-        told: [constants] how well the runs tell each speed, in units of what is enough, beside
-            the ones that were fitted before it.
         fitted: constants in the order in which they were chosen.
         errors: [constants] standard error of the speed's logarithm; nan where it is not fitted.
     """
 
     speeds: np.ndarray
     shares: np.ndarray
-    told: np.ndarray
     fitted: tuple[int, ...]
     errors: np.ndarray
 
@@ -52,7 +52,7 @@ def fit_speeds(
     """
     start = np.zeros(len(doubts))
     shares = _shares(predict, start)
-    fitted, told = _identified(shares * doubts / noise[:, None])
+    fitted = _identified(shares, doubts / noise[:, None])
     at = start
     if fitted:
         at = _least_squares(predict, np.log(measured_s), noise, list(fitted), start)
@@ -60,7 +60,7 @@ def fit_speeds(
     if fitted:
         columns = _shares(predict, at)[:, list(fitted)] / noise[:, None]
         errors[list(fitted)] = np.sqrt(np.diag(np.linalg.pinv(columns.T @ columns)))
-    return Fit(np.exp(at), shares, told, fitted, errors)
+    return Fit(np.exp(at), shares, fitted, errors)
 
 
 def _shares(predict: Predict, at: np.ndarray) -> np.ndarray:
@@ -74,25 +74,26 @@ def _shares(predict: Predict, at: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1)
 
 
-def _identified(columns: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+def _identified(shares: np.ndarray, weights: np.ndarray) -> tuple[int, ...]:
     """Constants that the runs tell apart, the most telling first (QR with column pivoting).
 
     Args:
-        columns: [runs, constants] what a doubt does to the runs' times, in units of their noise.
+        shares: [runs, constants]
+        weights: [runs, constants] doubt of a speed over the noise of a run's time.
     """
-    left = columns.copy()
-    told = np.zeros(columns.shape[1])
+    left = shares * weights
     fitted: list[int] = []
-    while True:
+    while len(fitted) < min(shares.shape):
         lengths = (left**2).sum(axis=0)
-        lengths[fitted] = -np.inf
+        lengths[fitted] = 0.0
         best = int(lengths.argmax())
-        told = np.where(np.isinf(lengths), told, lengths / _ENOUGH)
-        if len(fitted) == min(columns.shape) or lengths[best] < _ENOUGH:
-            return tuple(fitted), told
+        enough = lengths[best] >= _ENOUGH if fitted else shares[:, best].max() >= LEAST_SHARE
+        if not enough:
+            break
         fitted.append(best)
         direction = left[:, best] / np.sqrt(lengths[best])
         left = left - np.outer(direction, direction @ left)
+    return tuple(fitted)
 
 
 def _least_squares(

@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from piper_megatron.errors import PiperError
@@ -49,12 +50,10 @@ def run(args: argparse.Namespace) -> int:
             f"a platform's name has small letters, digits, - and _, got '{name}'; give another "
             "--name"
         )
-    try:
-        import torch  # noqa: F401
-    except ImportError:
+    if find_spec("torch") is None:
         raise PiperError(
             "a measurement needs torch; install it with: pip install 'piper-megatron[train]'"
-        ) from None
+        )
     from piper_megatron.bench.run import bench
     from piper_megatron.report.bench import render_profile
     from piper_megatron.report.progress import progress_bar

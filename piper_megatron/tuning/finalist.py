@@ -1,13 +1,9 @@
 """A candidate worked out: its arguments, their legality, and an estimate event by event."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from piper_megatron.check.run import judge
-from piper_megatron.errors import PiperError
 from piper_megatron.layout.job import Job, job_of
 from piper_megatron.resources.dispatch import fast_level
 from piper_megatron.resources.estimate import Estimate, estimate
@@ -21,26 +17,74 @@ from piper_megatron.workload.flags import spelling_of
 
 
 @dataclass(frozen=True)
-class Finalist:
-    """A candidate whose arguments Megatron takes.
+class Way:
+    """One way to run a candidate, which Megatron takes.
+
+    Attributes:
+        tokens: arguments that the user did not give.
+        order: of the ranks on the devices.
+        step_s: predicted pass by pass.
+    """
+
+    tokens: tuple[str, ...]
+    order: Order
+    step_s: float
+
+
+@dataclass(frozen=True)
+class WorkedOut:
+    """A candidate run one way.
 
     Attributes:
         candidate: what it was made of.
-        tokens: arguments that the user did not give.
-        step_s: predicted pass by pass.
-        order: of the ranks on the devices.
+        way: in which it is run.
+        estimate: what it will need.
     """
 
     candidate: Candidate
-    tokens: tuple[str, ...]
-    step_s: float
-    order: Order
+    way: Way
+    estimate: Estimate
+
+    @property
+    def step_s(self) -> float:
+        """Of a step."""
+        return self.estimate.time.step_s
+
+    @property
+    def needed_gib(self) -> float:
+        """Of the device, by the fullest stage."""
+        return max(stage.needed_gib for stage in self.estimate.memory.stages)
 
 
-def finalists(task: Task, candidate: Candidate) -> list[Finalist] | str:
+def worked_out(task: Task, candidate: Candidate, limit: float) -> WorkedOut | str:
+    """The quickest way to run a candidate that fits, or the one that needs least.
+
+    Args:
+        task: what is tuned.
+        candidate: of it.
+        limit: GiB of the device that it may need.
+
+    Returns:
+        The id of the rule that refuses it where no way is legal.
+    """
+    found = ways(task, candidate)
+    if isinstance(found, str):
+        return found
+    least: WorkedOut | None = None
+    for way in found:
+        each = WorkedOut(candidate, way, estimated(task, way))
+        if each.needed_gib <= limit:
+            return each
+        if least is None or each.needed_gib < least.needed_gib:
+            least = each
+    assert least is not None
+    return least
+
+
+def ways(task: Task, candidate: Candidate) -> list[Way] | str:
     """Legal ways to run a candidate, the quickest first, or the id of the rule that refuses it."""
     refusal = ""
-    ways: list[Finalist] = []
+    found: list[Way] = []
     choices = _choice_tokens(task, candidate)
     for sizes in _splits(task, candidate.sizes, choices):
         tokens = (*sizes, *choices)
@@ -48,25 +92,12 @@ def finalists(task: Task, candidate: Candidate) -> list[Finalist] | str:
         if errors:
             refusal = refusal or errors[0].id
             continue
-        try:
-            job = _job(task, tokens)
-            ways += [
-                Finalist(
-                    candidate,
-                    (*tokens, *_placement_tokens(task, order)),
-                    _step_s(task, job, order),
-                    order,
-                )
-                for order in task.orders
-            ]
-        except PiperError as error:
-            refusal = refusal or str(error)
+        job = _job(task, tokens)
+        for order in task.orders:
+            step_s = step_time(job, task.platform, task.stack, task.imbalance, order).step_s
+            found.append(Way((*tokens, *_placement_tokens(task, order)), order, step_s))
     # of equally quick ones the first, which needs the fewest arguments
-    return sorted(ways, key=lambda way: float(f"{way.step_s:.4g}")) or refusal
-
-
-def _step_s(task: Task, job: Job, order: Order) -> float:
-    return step_time(job, task.platform, task.stack, task.imbalance, order).step_s
+    return sorted(found, key=lambda way: float(f"{way.step_s:.4g}")) or refusal
 
 
 def _placement_tokens(task: Task, order: Order) -> tuple[str, ...]:
@@ -75,29 +106,24 @@ def _placement_tokens(task: Task, order: Order) -> tuple[str, ...]:
     return ("--piper-topology", "auto", "--piper-placement", "auto")
 
 
-def estimated(
-    task: Task, ways: Sequence[Finalist], limit: float = np.inf
-) -> tuple[Finalist, Estimate] | None:
-    """The first of several ways that needs no more than the limit, in GiB, and what it needs."""
-    for way in ways:
-        found = estimate(
-            _job(task, way.tokens),
-            task.platform,
-            stack=task.stack,
-            imbalance=task.imbalance,
-            order=way.order,
-        )
-        if max(stage.needed_gib for stage in found.memory.stages) <= limit:
-            return way, found
-    return None
+def estimated(task: Task, way: Way) -> Estimate:
+    """What a way will need."""
+    return estimate(
+        _job(task, way.tokens),
+        task.platform,
+        stack=task.stack,
+        imbalance=task.imbalance,
+        order=way.order,
+    )
 
 
-def plan(task: Task, chosen: Finalist, found: Estimate, rank: int, model: str) -> Plan:
+def plan(task: Task, chosen: WorkedOut, rank: int, model: str) -> Plan:
     """A finalist as a plan."""
-    job = _job(task, chosen.tokens)
+    tokens = chosen.way.tokens
+    job = _job(task, tokens)
     recompute, _, optimizer = (choice.name for choice in chosen.candidate.choices)
     layout = job.layout
-    values = task.changed(values_of(chosen.tokens))
+    values = task.changed(values_of(tokens))
     return Plan(
         rank=rank,
         platform=task.platform.name,
@@ -106,7 +132,7 @@ def plan(task: Task, chosen: Finalist, found: Estimate, rank: int, model: str) -
         global_batch=job.batch.global_batch,
         seq=job.batch.seq,
         spec=job.model,
-        megatron_args=chosen.tokens,
+        megatron_args=tokens,
         layout=PlanLayout(
             **{name: getattr(layout, name) for name in ("tp", "cp", "pp", "ep", "etp")},
             vpp=job.pipeline.vpp,
@@ -120,7 +146,7 @@ def plan(task: Task, chosen: Finalist, found: Estimate, rank: int, model: str) -
             optimizer=optimizer,
         ),
         training=job.training,
-        estimate=found,
+        estimate=chosen.estimate,
         confidence=confidence(task.platform, _farthest(task, job)),
         notes=_notes(task, job, values),
     )

@@ -1,7 +1,7 @@
 """Every layout under every setting: step time and memory in closed form."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields
 
@@ -81,6 +81,17 @@ class Ranking:
     def __getitem__(self, place: int) -> Candidate:
         row = int(self._rows[place])
         return self._table.candidate(row, int(self._choice[row]))
+
+    def within(self, limits: Mapping[int, float], run: Run) -> list[Candidate]:
+        """The quickest of the layouts of some places within other limits, in GiB; where any is."""
+        rows = self._rows[list(limits)]
+        table = self._table.few(rows, np.array(list(limits.values())))
+        pairs = [pair for some in table.pairs() for pair in some]
+        found = _merged(run("leaner finalists", _Table.scored, table.shares(pairs)))
+        return [
+            table.candidate(row, int(found.quickest_of[row]))
+            for row in np.flatnonzero(np.isfinite(found.quickest)).tolist()
+        ]
 
 
 def score(task: Task, space: Space, limit: float, slack: float, run: Run = run_here) -> Scores:
@@ -177,7 +188,8 @@ class _Table:
     """Layouts beside settings; a setting is numbered by its place in the product of the choices."""
 
     def __init__(self, task: Task, space: Space, limit: float) -> None:
-        self.task, self.limit, self.space = task, limit, space
+        self.task, self.space = task, space
+        self.limit: float | np.ndarray = limit
         self.rejected = Counter(space.rejected)
         self._keep(self._room_for_states(), STATES)
 
@@ -194,10 +206,12 @@ class _Table:
         """Legal candidates that are left."""
         return int(self.space.counts()[0].sum())
 
-    def few(self, rows: np.ndarray) -> "_Table":
-        """Some of the layouts."""
+    def few(self, rows: np.ndarray, limits: np.ndarray | None = None) -> "_Table":
+        """Some of the layouts, with limits of their own."""
         table = copy(self)
         table.space = self.space.taken(rows)
+        if limits is not None:
+            table.limit = limits
         return table
 
     def choices(self, product: int) -> tuple[Choice, ...]:

@@ -7,25 +7,21 @@ from typing import Literal
 import numpy as np
 
 from piper_megatron.errors import WorkloadError
-from piper_megatron.resources.estimate import Estimate
 from piper_megatron.strict import StrictModel
-from piper_megatron.tuning.finalist import Finalist, estimated, finalists, plan
+from piper_megatron.tuning.finalist import WorkedOut, plan
+from piper_megatron.tuning.fitting import can_fit, gpu_counts, near_miss
 from piper_megatron.tuning.limit import limit_gib
 from piper_megatron.tuning.parts import Progress, Run, workers
 from piper_megatron.tuning.plan import Plan
-from piper_megatron.tuning.score import Candidate, Scores, fits, score
-from piper_megatron.tuning.space import culprits, divisors, layouts
+from piper_megatron.tuning.score import Candidate, Scores, score
+from piper_megatron.tuning.shortlist import shortlist
+from piper_megatron.tuning.space import culprits, layouts
 from piper_megatron.tuning.task import Task
 from piper_megatron.workload.flags import spelling_of
 
 Objective = Literal["time", "memory", "gpus"]
 # candidates of the front may be so many times slower than the best
 SLACK = 1.25
-# more finalists than plans: the closed form errs by a few percent
-FINALISTS = 8
-MOST_GPUS = 64  # times the GPUs there are, where nothing fits
-NOT_LEGAL = "refused by check: "
-NOT_FITTING = "finalists that do not fit after all"
 
 
 class Point(StrictModel):
@@ -89,99 +85,51 @@ def search(
         WorkloadError: the user's arguments leave no legal layout; names the one to blame.
     """
     began = time.perf_counter()
-    notes = _notes(task)
-    if objective == "gpus":
-        task = _fewest(task, margin)
-        notes.append(f"{task.gpus:,} GPUs are the fewest on which it fits")
-    space = layouts(task)
-    if not len(space):
-        raise _no_layout(task, space.refusal)
     limit = limit_gib(task.platform, margin)
-    slack = np.inf if objective == "memory" else SLACK
     with workers(processes, progress) as run:
-        scores = score(task, space, limit, slack, run)
-        plans = _plans(task, scores, objective, limit, top, run, name)
-    nearest, advice = (None, "") if plans else _nearest(task, scores, margin, name)
+        if objective == "gpus":
+            task, scores, chosen = _fewest(task, limit, run, top, progress)
+        else:
+            scores, chosen = _searched(task, limit, run, smallest=objective == "memory", top=top)
+        nearest, advice = (None, ()) if chosen else near_miss(task, scores, limit)
     return Outcome(
-        plans=tuple(plans),
-        nearest=nearest,
-        advice=advice,
+        plans=tuple(plan(task, each, rank, name) for rank, each in enumerate(chosen, start=1)),
+        nearest=None if nearest is None else plan(task, nearest, 1, name),
+        advice="; ".join(advice),
         front=tuple(map(_point, scores.front)),
-        rejected=dict(scores.rejected.most_common()),
+        rejected=dict((+scores.rejected).most_common()),
         searched=scores.searched,
         legal=scores.legal,
         limit_gib=limit,
         seconds=time.perf_counter() - began,
-        notes=tuple(notes),
+        notes=tuple(_notes(task, objective)),
     )
 
 
-def _plans(
-    task: Task,
-    scores: Scores,
-    objective: Objective,
-    limit: float,
-    top: int,
-    run: Run,
-    name: str,
-) -> list[Plan]:
-    """The best candidates as plans, one of each layout."""
-    order = scores.leanest if objective == "memory" else scores.best
-    candidates = [order[place] for place in range(min(len(order), max(FINALISTS, top)))]
-    candidates = [each for each in candidates if each.needed_gib <= limit]
-    legal: list[list[Finalist]] = []
-    for ways in run("finalists", finalists, [(task, candidate) for candidate in candidates]):
-        if isinstance(ways, str):
-            scores.rejected[NOT_LEGAL + ways] += 1
-        else:
-            legal.append(ways)
-    if objective != "memory":
-        legal.sort(key=lambda ways: ways[0].step_s)
-    chosen: list[tuple[Finalist, Estimate]] = []
-    while legal and len(chosen) < top:
-        some, legal = legal[: top - len(chosen)], legal[top - len(chosen) :]
-        for found in run("estimates", estimated, [(task, ways, limit) for ways in some]):
-            if found is None:
-                scores.rejected[NOT_FITTING] += 1
-            else:
-                chosen.append(found)
-    if objective == "memory":
-        chosen.sort(key=lambda each: each[1].memory.peak_gib)
-    else:
-        chosen.sort(key=lambda each: each[1].time.step_s)
-    return [plan(task, *each, rank, name) for rank, each in enumerate(chosen, start=1)]
-
-
-def _nearest(task: Task, scores: Scores, margin: float, name: str) -> tuple[Plan | None, str]:
-    """What comes closest where nothing fits, and on how many GPUs something would."""
-    for place in range(min(len(scores.leanest), FINALISTS)):
-        ways = finalists(task, scores.leanest[place])
-        found = None if isinstance(ways, str) else estimated(task, ways)
-        if found is not None:
-            return plan(task, *found, 1, name), _advice(task, margin)
-    return None, "none of the candidates that come closest is one that Megatron would take"
-
-
-def _advice(task: Task, margin: float) -> str:
-    for times in (2, 4, 8, 16, 32, MOST_GPUS):
-        if _fits(replace(task, gpus=task.gpus * times), margin):
-            return f"it would fit on {task.gpus * times:,} GPUs"
-    return f"it would not fit on {task.gpus * MOST_GPUS:,} GPUs either"
-
-
-def _fits(task: Task, margin: float) -> bool:
+def _searched(
+    task: Task, limit: float, run: Run, *, smallest: bool, top: int
+) -> tuple[Scores, list[WorkedOut]]:
     space = layouts(task)
-    return len(space) > 0 and fits(task, space, limit_gib(task.platform, margin))
+    if not len(space):
+        raise _no_layout(task, space.refusal)
+    scores = score(task, space, limit, np.inf if smallest else SLACK, run)
+    return scores, shortlist(task, scores, limit, run, smallest=smallest, top=top)
 
 
-def _fewest(task: Task, margin: float) -> Task:
-    """The task on the fewest of its GPUs with which it fits: whole nodes, or parts of one."""
-    node = task.platform.ranks_per_node
-    counts = [*divisors(node), *range(2 * node, task.gpus + 1, node)]
-    for gpus in counts:
-        if gpus <= task.gpus and _fits(replace(task, gpus=gpus), margin):
-            return replace(task, gpus=gpus)
-    return task
+def _fewest(
+    task: Task, limit: float, run: Run, top: int, progress: Progress | None
+) -> tuple[Task, Scores, list[WorkedOut]]:
+    """The search on the fewest of the task's GPUs with which it fits, or on all of them."""
+    counts = [count for count in gpu_counts(task, limit) if count < task.gpus]
+    for place, count in enumerate(counts):
+        if progress is not None:
+            progress("numbers of GPUs", place / len(counts))
+        smaller = replace(task, gpus=count)
+        if can_fit(smaller, limit):
+            scores, chosen = _searched(smaller, limit, run, smallest=False, top=top)
+            if chosen:
+                return smaller, scores, chosen
+    return task, *_searched(task, limit, run, smallest=False, top=top)
 
 
 def _no_layout(task: Task, refusal: str) -> WorkloadError:
@@ -200,15 +148,26 @@ def _no_layout(task: Task, refusal: str) -> WorkloadError:
     )
 
 
-def _notes(task: Task) -> list[str]:
-    node, notes = task.platform.ranks_per_node, []
-    if task.gpus > node and task.gpus % node:
+def _notes(task: Task, objective: Objective) -> list[str]:
+    notes, values = [], task.base
+    node, gpus = task.platform.ranks_per_node, task.gpus
+    if not (values.bf16 or values.fp16):
+        notes.append("neither --bf16 nor --fp16 is given: the plans are for training in fp32")
+    if objective == "gpus":
+        notes.append(f"{gpus:,} GPUs are the fewest on which it fits")
+    if gpus < node:
+        notes.append(f"{gpus} of a node's {node} GPUs are used")
+    elif gpus % node:
         notes.append(
-            f"{task.gpus:,} GPUs are no whole number of nodes of {node}; the last node is taken "
-            "as shared"
+            f"{gpus:,} GPUs are used: {gpus // node:,} whole nodes of {node}, and {gpus % node} of "
+            "another"
         )
-    if task.imbalance == 1 and task.model.experts:
-        notes.append("experts are taken as evenly loaded (--imbalance)")
+    if task.model.experts:
+        even, uneven = (
+            "experts are taken as evenly loaded; --imbalance says otherwise",
+            f"the most loaded expert rank is taken to receive {task.imbalance:g} times the mean",
+        )
+        notes.append(even if task.imbalance == 1 else uneven)
     if task.arguments.unknown:
         notes.append(f"not read: {' '.join(task.arguments.unknown)}, no option of Megatron's")
     return notes

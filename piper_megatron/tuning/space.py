@@ -130,15 +130,17 @@ def layouts(task: Task) -> Space:
 
 def culprits(task: Task) -> list[str]:
     """Arguments of the user that leave no layout, each by itself: without it there are some."""
-    groups: list[tuple[str, ...]] = [(dest,) for dest in AXES.values()]
-    groups += [(*VIRTUAL, *SPLIT), *GROUPS]
-    groups += [("sequence_parallel", "overlap_moe_expert_parallel_comm")]
     found = []
-    for group in groups:
+    for group in (*tunable_groups(), ("overlap_moe_expert_parallel_comm",)):
         given = task.given & set(group)
         if given and len(layouts(task.without(given))):
             found += sorted(given)
     return found
+
+
+def tunable_groups() -> list[tuple[str, ...]]:
+    """Destinations that the search sets where the user has not, those together that belong so."""
+    return [*((dest,) for dest in AXES.values()), (*VIRTUAL, *SPLIT), *GROUPS]
 
 
 def divisors(number: int) -> list[int]:
