@@ -274,9 +274,10 @@ class _Table:
                 legal = self.space.allowed({"recompute": i, "dispatcher": j, "optimizer": k})
                 if not legal.any():
                     continue
-                chosen = training(settings["recompute"][i], settings["dispatcher"][j])
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    passes = passes or evaluator.passes(chosen)
+                    passes = passes or evaluator.passes(
+                        training(settings["recompute"][i], settings["dispatcher"][j])
+                    )
                     found = evaluator.together(passes, state)
                 yield int(np.ravel_multi_index((i, j, k), self._shape)), found, legal
 

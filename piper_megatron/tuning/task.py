@@ -201,6 +201,15 @@ class Task:
 
     def training(self, *choices: Choice) -> TrainingSpec:
         """Settings for the vectorised evaluation under some choices."""
+        if choices not in self._trainings:
+            self._trainings[choices] = self._training(choices)
+        return self._trainings[choices]
+
+    @cached_property
+    def _trainings(self) -> dict[tuple[Choice, ...], TrainingSpec]:
+        return {}
+
+    def _training(self, choices: tuple[Choice, ...]) -> TrainingSpec:
         changes = {dest: value for choice in choices for dest, value in choice.values.items()}
         given_group = self.arguments.values.microbatch_group_size_per_vp_stage
         return training_spec(self._one_rank(changes)).model_copy(

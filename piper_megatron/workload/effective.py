@@ -19,6 +19,7 @@ _DTYPES = {
     "torch.float16": "fp16",
     "torch.uint8": "fp8",
 }
+_PLAIN = (type(None), bool, int, float, str)
 _REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings", "micro_batch_size")
 _POSITIVE = (
     *_REQUIRED,
@@ -124,14 +125,14 @@ def cuda_graphs(values: argparse.Namespace) -> tuple[str, frozenset[str]]:
 
 def _in_words(values: argparse.Namespace) -> argparse.Namespace:
     """A copy with words in place of objects, and the newest release's defaults beside."""
-    v = argparse.Namespace(**flags.defaults())
-    for dest, value in vars(values).items():
-        setattr(v, dest, _word(value))
-    return v
+    words = {dest: _word(value) for dest, value in vars(values).items()}
+    return argparse.Namespace(**(flags.defaults() | words))
 
 
 def _word(value: Any) -> Any:
     """Values of a running job as their flags spell them."""
+    if type(value) in _PLAIN:  # nearly all are, and there are many
+        return value
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, list):
